@@ -5,6 +5,7 @@ from . import parallel as parallel
 from . import run as run
 from . import testing as testing
 from . import trackers as trackers
+from ._errors import UsageError as UsageError
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
 from .checkpoint._programs import keep_programs as keep_programs
 from .checkpoint._weight_names import WeightsReport as WeightsReport
@@ -39,7 +40,6 @@ from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult
-from .run import UsageError as UsageError
 from .run import cache_compilations as cache_compilations
 from .run import cli as cli
 from .run import train as train

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ._errors import UsageError
 from ._parser import Parser, allow_closed_stdout
 from .debug._doctor._report import doctor
 
@@ -177,7 +178,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .run._planned import PlannedRun, plan_script
 
     if options.html and Path(options.html).suffix.lower() != ".html":
-        raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
+        raise UsageError(f"--html {options.html} is no page; give a name like plan.html.")
 
     def planner(run: PlannedRun, notes: list[str]) -> None:
         with Console(stderr=True).status("compiling"):

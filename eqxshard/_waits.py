@@ -21,6 +21,8 @@ from typing import Any
 
 import jax
 
+from ._errors import UsageError
+
 #: How often a process looks for questions, at most.
 _LOOK_SECONDS = 5.0
 #: How long a process may take to answer.
@@ -106,7 +108,7 @@ def gather(what: str | None, value: Any) -> list[Any]:
     if number:
         service.key_value_delete(f"eqxshard/gather/{number - 1}/{me}")
     if differ := differences(f"for {place}" for _, (place, _) in found):
-        raise ValueError(
+        raise UsageError(
             f"the processes of this run wait for different things: {differ}. Start all of "
             "them alike."
         )

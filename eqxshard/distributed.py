@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from ._errors import UsageError
 from ._waits import differences, gather, waiting, watch
 
 #: Processes that fail together need a moment each to print why.
@@ -104,7 +105,7 @@ def initialize(
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3:
         known = [name for name in given if name not in missing]
-        raise ValueError(
+        raise UsageError(
             f"initialize has {' and '.join(known)} but not {' and '.join(missing)}; give "
             f"all three, as arguments or as ${ADDRESS}, ${PROCESSES} and ${PROCESS}."
         )
@@ -119,7 +120,7 @@ def initialize(
         address = given["coordinator_address"]
         number = _integer("process_id", given["process_id"])
         if count is not None and not 0 <= number < count:
-            raise ValueError(
+            raise UsageError(
                 f"process_id={number} is none of {count} processes; number them from 0 to "
                 f"{count - 1}."
             )
@@ -141,7 +142,7 @@ def initialize(
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
-        raise ValueError(
+        raise UsageError(
             f"the processes have different numbers of devices ({says}); start all of them "
             "with the same number."
         )
@@ -214,7 +215,7 @@ def assert_same_on_all_processes(what: str, facts: dict[str, Any]) -> None:
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
         if differ := differences(json.dumps(theirs.get(name)) for theirs in everyone):
-            raise ValueError(
+            raise UsageError(
                 f"the processes of this run differ in {what} {name}: {differ}. Start all "
                 "of them alike."
             )
@@ -271,7 +272,7 @@ def _integer(name: str, value: int | str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r} is not a number; give one.") from None
+        raise UsageError(f"{name}={value!r} is not a number; give one.") from None
 
 
 def _seconds(name: str, given: int | None, default: int) -> int:
@@ -323,7 +324,7 @@ def _meet(
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ValueError(
+        raise UsageError(
             f"coordinator_address={address!r} is not HOST:PORT; write one such as "
             "node-1:29400."
         )
@@ -371,7 +372,7 @@ def _listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise ValueError(
+        raise UsageError(
             f"process 0 cannot listen at {address}, because another program does; give "
             "coordinator_address another port, in every process."
         ) from None

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ._errors import UsageError
 from ._parser import Parser, allow_closed_stdout
 from .distributed import ADDRESS, PROCESS, PROCESSES
 
@@ -236,7 +237,7 @@ def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     """The environment of each process."""
     gpus = _gpus() if devices is None else []
     if gpus and len(gpus) < processes:
-        raise ValueError(
+        raise UsageError(
             f"{processes} processes are more than the {len(gpus)} GPUs; use fewer, or "
             "--devices-per-process with JAX_PLATFORMS=cpu."
         )

@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ._errors import UsageError
 from ._parser import Parser, allow_closed_stdout
 from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
@@ -45,7 +46,7 @@ def main() -> int:
         # Another one would find nothing, or something else.
         if args.loss is None and dump.loss_name != "loss_fn":
             was = repr(dump.loss_name) if dump.loss_name else "a function without a name"
-            raise ValueError(
+            raise UsageError(
                 f"the loss function of the run was {was}; give its name in {args.script} "
                 "by --loss."
             )
@@ -59,7 +60,7 @@ def main() -> int:
 def _function(script: ModuleType, name: str, option: str, does: str) -> Any:
     found = getattr(script, name, None)
     if not callable(found):
-        raise ValueError(
+        raise UsageError(
             f"{script.__file__} has no function {name}; name the one that {does} by "
             f"{option} NAME."
         )

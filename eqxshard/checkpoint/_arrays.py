@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError
 from ..sharding._files import is_remote, with_retries
 from ..sharding._leaves import array_leaves, as_weak_as, is_key
 from ..transforms._partition import Static, partition
@@ -29,7 +30,7 @@ _FAILURES = (
 )
 
 
-class DamageError(ValueError):
+class DamageError(UsageError):
     """What was read is not what was written."""
 
 
@@ -179,7 +180,7 @@ def partition_by_path(tree: PyTree, root: str = "") -> tuple[dict[str, Any], Sta
     if len(by_path) < len(leaves):
         paths = [path for path, _ in leaves]
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ValueError(f"two arrays have the path {twice}; use dict keys without dots.")
+        raise UsageError(f"two arrays have the path {twice}; use dict keys without dots.")
     return by_path, static
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from .._errors import UsageError
 from ..sharding._text import did_you_mean
 
 Mode = Literal["min", "max"]
@@ -22,7 +23,7 @@ def best_mode(metric: str, mode: Mode | None) -> Mode:
     if mode in ("min", "max"):
         return mode
     if mode is not None:
-        raise ValueError(f"mode={mode!r} is not a mode; use 'min' or 'max'.")
+        raise UsageError(f"mode={mode!r} is not a mode; use 'min' or 'max'.")
     word = re.split(r"[^a-z]+", metric.lower())[-1]
     if word in _SMALL:
         return "min"
@@ -31,7 +32,7 @@ def best_mode(metric: str, mode: Mode | None) -> Mode:
     hint = did_you_mean(word, (*_SMALL, *_LARGE), 0.75)
     hint = hint.replace("'", f"'{metric.removesuffix(word)}", 1)
     say = f"{hint}Otherwise say" if hint else "say"
-    raise ValueError(
+    raise UsageError(
         f"the name {metric} leaves open whether small or large is best; {say} mode='min' "
         "or mode='max'."
     )

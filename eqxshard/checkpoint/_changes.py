@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError
 from ..sharding._leaves import leaf_path
 from ..sharding._text import did_you_mean, first_few
 from ..training._donation import check_not_donated, copy_array
@@ -93,7 +94,7 @@ class Changes:
         sources: dict[str, str] = {}
         for old, new in moved.items():
             if new is not None and sources.setdefault(new, old) != old:
-                raise ValueError(
+                raise UsageError(
                     f"{sources[new]} and {old} of {where} would both be {new}; rename "
                     "one of them, too, to None to drop it."
                 )
@@ -158,7 +159,7 @@ class Changes:
             # In a checkpoint that was saved since, it has the new name.
             if not any(_is_below(path, name) for path in saved for name in (old, new)):
                 beginnings = {*saved, *(path.rpartition(".")[0] for path in saved)}
-                raise ValueError(
+                raise UsageError(
                     f"{where} has nothing at {old}, which rename= names; "
                     f"{did_you_mean(old, beginnings)}use the path of an array there, or "
                     "what such paths begin with."
@@ -252,7 +253,7 @@ def fill(
     filled = {}
     for path, leaf in wanted.items():
         if path not in arrays and not isinstance(leaf, jax.Array):
-            raise ValueError(
+            raise UsageError(
                 f"{path} is missing in {where}, and like has no values for it; give "
                 "restore a state of init_state, not of abstract_state."
             )

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError
 from .._waits import waiting
 from ..distributed import (
     assert_same_on_all_processes,
@@ -94,7 +95,7 @@ class Checkpointer:
     ):
         for number in (max_to_keep, save_every, save_every_seconds):
             if number is not None and not number > 0:
-                raise ValueError(
+                raise UsageError(
                     f"max_to_keep={max_to_keep}, save_every={save_every}, "
                     f"save_every_seconds={save_every_seconds}: {number} is not positive; "
                     "give a larger number, or None for never."
@@ -134,7 +135,7 @@ class Checkpointer:
         if self._best is None:
             return False
         if self._best not in metrics and any(name.startswith("eval/") for name in metrics):
-            raise ValueError(
+            raise UsageError(
                 f"best={self._best!r} is not a metric of this run; use one of "
                 f"{', '.join(metrics)}."
             )
@@ -395,7 +396,7 @@ class Checkpointer:
                 fault = f"a checkpoint in {self.directory} cannot be removed: {error}"
         fault = broadcast_from_first(fault)
         if fault is not None:
-            raise ValueError(fault)
+            raise UsageError(fault)
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.
@@ -503,7 +504,7 @@ def _changes(rename: Mapping[str, str | None], missing: str, unused: str) -> Cha
     """What the options of `restore` allow."""
     for name, value, allowed in (("missing", missing, "init"), ("unused", unused, "drop")):
         if value not in ("error", allowed):
-            raise ValueError(f"{name}={value!r} is unknown; use 'error' or {allowed!r}.")
+            raise UsageError(f"{name}={value!r} is unknown; use 'error' or {allowed!r}.")
 
     def allowing(lacks: set[str], has: set[str]) -> str:
         options = "missing='init'" if lacks else "", "unused='drop'" if has else ""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._files import parse_json
 from ..sharding._leaves import format_array, is_key
 from ..sharding._text import first_few
@@ -39,7 +40,7 @@ def describe(
     """
     for path, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
-            raise TypeError(
+            raise UsageTypeError(
                 f"{path} is a {type(leaf).__name__}, not an array on devices; place what "
                 "is saved with filter_shard."
             )
@@ -70,7 +71,7 @@ def parse_description(text: str | bytes) -> dict[str, Any]:
         for part in (found["loader"] or {}, found["callbacks"], *renamed):
             part.keys()
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{FILE} was not written by eqxshard ({error!r})") from None
+        raise UsageError(f"{FILE} was not written by eqxshard ({error!r})") from None
     return found
 
 
@@ -91,7 +92,7 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     if "impl" in described:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
     elif not any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, bool)):
-        raise TypeError(f"{dtype!r} is no dtype of an array")
+        raise UsageTypeError(f"{dtype!r} is no dtype of an array")
     return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
 
 
@@ -114,7 +115,7 @@ def check_structure(
         elif fault := describe_difference(path, theirs, wanted[path], "there"):
             faults.append(fault)
     if faults:
-        raise ValueError(
+        raise UsageError(
             f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
             f"(and the optimizer) that it was made with, or {remedy}."
         )

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from .._errors import UsageError
 from ..distributed import (
     allgather_json,
     assert_same_on_all_processes,
@@ -93,7 +94,7 @@ class CheckpointFolder:
         try:
             return with_retries(self._list_steps)
         except NotADirectoryError:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} is a file, not a folder; give the checkpoints a folder."
             ) from None
         # Not only OSError: packages for object stores have errors of their own.
@@ -130,7 +131,7 @@ class CheckpointFolder:
         """
         description = parse_description(read_bytes(self.at(step) / FILE))
         if description["step"] != step:
-            raise ValueError(
+            raise UsageError(
                 f"{FILE} says step {description['step']}, so the folder was renamed or "
                 "copied"
             )
@@ -227,12 +228,12 @@ class CheckpointFolder:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
         fault = broadcast_from_first(self.claim() if is_main_process() else None)
         if fault is not None:
-            raise ValueError(fault)
+            raise UsageError(fault)
         # If hosts do not share the folder, each sees different checkpoints.
         assert_same_on_all_processes("run", {"checkpoints": self.steps()})
         steps = self.good_steps()
         if steps and steps[-1] > step:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} has a checkpoint of step {steps[-1]}, and the run starts "
                 f"from step {step}; restore that one to go on, or give the run another "
                 "directory."
@@ -327,14 +328,14 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
     path = as_text(path)
     scheme = path.partition("://")[0]
     if scheme not in _SCHEMES:
-        raise ValueError(
+        raise UsageError(
             f"checkpoints cannot be written to {path!r}; use a local folder, or s3:// or "
             "gs://, with s3fs or gcsfs installed."
         )
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path!r} cannot be reached ({error}); use a local folder, or install what it "
             "names."
         ) from error

@@ -20,6 +20,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..distributed import allgather_json
 from ..sharding._files import local_path, read_bytes, read_json
 from ..sharding._mesh import describe_mesh, is_on_cpus
@@ -111,7 +112,7 @@ class _Programs:
         mesh, full_name = call.variant.mesh, f"{name} of {of}"
         processes = {device.process_index for device in mesh.devices.flat}
         if len(processes) < jax.process_count():
-            raise ValueError(
+            raise UsageError(
                 f"{full_name} does not run on the devices of all processes, so its program "
                 "cannot be kept; call it outside of keep_programs."
             )
@@ -125,7 +126,7 @@ class _Programs:
             if not all(allgather_json(compiled is not None)):
                 compiled = None  # One was killed when the others had written theirs.
             if (fault := _first(fault)) and trains:
-                raise ValueError(
+                raise UsageError(
                     f"{full_name} cannot be run as it was compiled: {fault}; undo that, or "
                     "resume without keep_programs, which may choose other kernels."
                 )
@@ -134,7 +135,7 @@ class _Programs:
         if compiled is None:
             compiled, fault = self._make(lowered, digest, about)
             if fault := _first(fault):
-                raise ValueError(
+                raise UsageError(
                     f"the program of {full_name} cannot be kept: {fault}, or leave out "
                     "keep_programs."
                 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..sharding._files import open_file, read_json
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._text import comma_list
@@ -60,7 +61,7 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     except Exception as error:
         # The first sentence: PyTorch's others say how to run what is in the file.
         said = str(error).split("\n")[0].partition(". ")[0]
-        raise ValueError(
+        raise UsageError(
             f"{os.fspath(file)!r} cannot be read ({type(error).__name__}: {said}); fetch "
             "it again, or convert it to safetensors."
         ) from error
@@ -91,7 +92,7 @@ def _map_file(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         return _read_equinox(path, like)
     if path.suffix in (".pt", ".pth", ".bin"):
         return dict(_map_torch(path))
-    raise ValueError("its name must end in .safetensors, .eqx, .pt, .pth or .bin")
+    raise UsageError("its name must end in .safetensors, .eqx, .pt, .pth or .bin")
 
 
 def _map_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -159,7 +160,7 @@ def _read_equinox(path: Path, like: PyTree) -> dict[str, np.ndarray]:
             is_bfloat16 = array.dtype == np.dtype("V2")
             arrays.append(array.view(jnp.bfloat16) if is_bfloat16 else array)
     if len(arrays) != len(leaves):
-        raise ValueError(
+        raise UsageError(
             f"{len(arrays)} arrays without names, and this model has {len(leaves)} leaves; "
             "load it into the model that was written"
         )

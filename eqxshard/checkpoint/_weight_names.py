@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import format_array
 from ..sharding._text import first_few
 from ._description import describe_difference
@@ -78,18 +79,18 @@ def _parse(
     is_list = isinstance(found, list | tuple)
     names = tuple(found) if is_list else (found,)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(
+        raise UsageTypeError(
             f"rename({path!r}) returned {found!r}; return the name in the file, a list of "
             "names, or None to leave the array as it is."
         )
     if is_list and transform is None:
-        raise ValueError(
+        raise UsageError(
             f"{path} has {len(names)} names in the file; write a transform= that joins or "
             "divides the arrays."
         )
     stars = max((name.count("*") for name in names), default=0)
     if stars > len(shape):
-        raise ValueError(
+        raise UsageError(
             f"{path} has the shape {[*shape]}, and {first_few(names)} more stars than "
             "that; each stands for the numbers along one dim."
         )
@@ -118,7 +119,7 @@ def _substitute(
             if name is not None and re.search(pattern, name)
         }
         if not found:
-            raise ValueError(
+            raise UsageError(
                 f"rename: {pattern!r} matches no path of the model; the first paths are "
                 f"{first_few(paths)}."
             )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from .._waits import waiting
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._files import local_path
@@ -99,7 +100,7 @@ def save_weights(
     # It would be read instead of the file, and is not ours to remove.
     index = file.with_name(f"{file.name}.index.json")
     if broadcast_from_first(os.path.lexists(index)):
-        raise ValueError(
+        raise UsageError(
             f"{os.fspath(path)!r} has an index of other weights beside it, {index.name}; "
             "move that away, or give another path."
         )
@@ -200,7 +201,7 @@ def load_weights(
         ]
         faults += [f"{theirs} {what} is only in the file" for theirs, what in unused]
     if faults:
-        raise ValueError(
+        raise UsageError(
             f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
             "the right rename= and transform= with compare_weights; partial=True leaves "
             "out arrays that only one of them has, ignore= some that only the file has."
@@ -267,7 +268,7 @@ def _transformed(
             value = names.apply(fetch(leaves[names.path], numbers))
             arrays = value if names.is_list else [value]
             if len(arrays) != len(layer):
-                raise ValueError(
+                raise UsageError(
                     f"{names.path} has {len(layer)} names in the file; write a transform= "
                     "that returns a list with one array for each."
                 )
@@ -302,7 +303,7 @@ def _header(arrays: _Arrays) -> dict[str, Any]:
     end = 0
     for path, name, array in arrays:
         if name in header:
-            raise ValueError(
+            raise UsageError(
                 f"rename gives {path} and another array the name {name}; give each its "
                 "own, or None to leave it out."
             )
@@ -318,7 +319,7 @@ def _header(arrays: _Arrays) -> dict[str, Any]:
 
 def _check_dtype(path: str, dtype: Any) -> None:
     if str(dtype) not in _CODES:
-        raise ValueError(
+        raise UsageError(
             f"{path} has dtype {dtype}, which safetensors does not have; cast it, or leave "
             "it out with equinox.filter."
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
@@ -58,12 +59,12 @@ def lint_levels(lint: Lint) -> Mapping[str, Level]:
     given = lint if isinstance(lint, Mapping) else dict.fromkeys(KINDS, lint)
     for kind, level in given.items():
         if kind not in KINDS:
-            raise ValueError(
+            raise UsageError(
                 f"lint={lint!r}: {kind!r} is not a kind of finding; "
                 f"{did_you_mean(kind, KINDS)}the kinds are {comma_list(KINDS)}."
             )
         if level not in _LEVELS:
-            raise ValueError(
+            raise UsageError(
                 f"lint={lint!r}: {level!r} is not a level; use 'warn', 'error' or 'off', "
                 "or a mapping from kinds of findings to these."
             )
@@ -91,6 +92,6 @@ def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str)
                 f"(If this is intended, silence it with lint={{{kind!r}: 'off'}}.)"
             )
             if level == "error":
-                raise ValueError(text)
+                raise UsageError(text)
             if is_main_process():
                 warnings.warn(text, LintWarning, stacklevel=2)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters.mlir import ir
 from jax.sharding import PartitionSpec
 
+from .._errors import UsageError
 from ..sharding._spec import axes_of
 
 #: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.
@@ -160,7 +161,7 @@ def find_main(module: Any) -> Any:
     for op in module.body.operations:
         if "sym_name" in op.attributes and _text(op.attributes["sym_name"]) == "main":
             return op
-    raise ValueError("the module has no function main; give what jax.jit lowers.")
+    raise UsageError("the module has no function main; give what jax.jit lowers.")
 
 
 def _input(number: int, argument: Any, attributes: Any) -> Input:

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
+from .._errors import UsageError
+
 
 class Span(NamedTuple):
     """The places of a batch in the order of its epoch.
@@ -94,21 +96,21 @@ class Buckets:
         found, bounds = np.asarray(lengths), np.asarray(boundaries)
         for name, array in (("lengths", found), ("boundaries", bounds)):
             if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-                raise ValueError(
+                raise UsageError(
                     f"{name} is {array.dtype} of shape {array.shape}; give integers."
                 )
         if bounds[0] < 1 or np.any(np.diff(bounds) <= 0) or found.min() < 0:
-            raise ValueError(
+            raise UsageError(
                 f"the boundaries {bounds.tolist()} must ascend from at least 1, and no "
                 f"length be negative (the least is {found.min()}); give others."
             )
         if found.max() > bounds[-1]:
-            raise ValueError(
+            raise UsageError(
                 f"example {found.argmax()} has the length {found.max()}, and the last "
                 f"boundary is {bounds[-1]}; crop the examples, or add a boundary."
             )
         if not pad:
-            raise ValueError(
+            raise UsageError(
                 "pad is empty; give the entries to pad, and with what, such as "
                 "{'tokens': 0}."
             )
@@ -124,7 +126,7 @@ class Buckets:
     def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
         """The rows of an epoch, bucket by bucket; see [`eqxshard.data.Sampler`][]."""
         if examples != len(self):
-            raise ValueError(
+            raise UsageError(
                 f"the buckets are of {len(self):,} lengths, and the source has "
                 f"{examples:,} examples; give one length for each example."
             )
@@ -151,7 +153,7 @@ class Buckets:
         """Some examples, each entry of which is padded to a length that has it."""
         for name in self._pad:
             if name not in arrays:
-                raise ValueError(
+                raise UsageError(
                     f"the buckets pad {name!r}, and the examples have {sorted(arrays)}; "
                     "give pad= the entries of the source."
                 )
@@ -183,7 +185,7 @@ def _padded(name: str, rows: np.ndarray, length: int, value: Any) -> np.ndarray:
     """Rows of an entry, all of one length."""
     if rows.dtype != object:
         if rows.ndim < 2:
-            raise ValueError(
+            raise UsageError(
                 f"the buckets pad {name!r}, which has one number per example; leave it "
                 "out of pad=."
             )
@@ -193,7 +195,7 @@ def _padded(name: str, rows: np.ndarray, length: int, value: Any) -> np.ndarray:
     padded = np.full((len(rows), length, *first.shape[1:]), value, first.dtype)
     for i, row in enumerate(rows):
         if len(row) > length:
-            raise ValueError(
+            raise UsageError(
                 f"{name!r} has an example of length {len(row)} in the bucket of length "
                 f"{length}; give Buckets the lengths of the examples."
             )

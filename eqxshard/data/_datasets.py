@@ -13,6 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
+from .._errors import UsageError
 from ..sharding._files import local_path
 
 _notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
@@ -67,7 +68,7 @@ def read_file(path: Path, url: str, sha256: str) -> bytes:
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
-        raise ValueError(
+        raise UsageError(
             f"{path} is damaged: its SHA-256 is {found}, not {sha256}; delete it to "
             "download it again."
         )

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping
 import jax
 import numpy as np
 
+from .._errors import UsageError
 from ..sharding._leaves import format_array
 from ..sharding._text import first_few
 
@@ -40,7 +41,7 @@ class FirstEntries:
             if first.get(name, entry) != entry
         ]
         if changes:
-            raise ValueError(
+            raise UsageError(
                 f"the batch of step {step} is not like that of step {first_step}: "
                 f"{first_few(changes)}; {self._remedy}."
             )

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from .._errors import UsageError
 from ._datasets import dataset_folder, is_planning, read_file
 from ._sources import ArraySource
 
@@ -113,7 +114,7 @@ def load_fashion_mnist(
         ```
     """
     if data not in ("auto", "fashion_mnist", "synthetic"):
-        raise ValueError(
+        raise UsageError(
             f"data={data!r} is unknown; use 'auto', 'fashion_mnist' or 'synthetic'."
         )
     reason = "Requested with data='synthetic'."
@@ -162,7 +163,7 @@ def synthetic_fashion(split: str, *, seed: int = 0, size: int | None = None) -> 
     _check_split(split)
     size = _SIZES[split] if size is None else size
     if size < 1:
-        raise ValueError(f"size={size} must be at least 1.")
+        raise UsageError(f"size={size} must be at least 1.")
     rng = np.random.default_rng([seed, list(_SIZES).index(split)])
     label = rng.permutation(np.arange(size, dtype=np.int32) % _CLASSES)
     image = np.zeros((size, _SIDE, _SIDE), np.uint8)
@@ -176,7 +177,7 @@ def synthetic_fashion(split: str, *, seed: int = 0, size: int | None = None) -> 
 
 def _check_split(split: str) -> None:
     if split not in _SIZES:
-        raise ValueError(f"split={split!r} is not 'train' or 'test'; give one of them.")
+        raise UsageError(f"split={split!r} is not 'train' or 'test'; give one of them.")
 
 
 def _draw(rng: np.random.Generator, label: np.ndarray) -> Float32[np.ndarray, "n 28 28"]:

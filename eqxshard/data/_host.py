@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import check_dtypes
 from ..sharding._text import first_few
 from ._buckets import BucketBatch, Buckets, Span, stack_rows
@@ -236,7 +237,7 @@ class HostBatches:
         if self.pads and not (real.all() and WEIGHT not in arrays):
             weight = arrays.get(WEIGHT, np.ones(size, np.float32))
             if weight.shape != (size,):
-                raise ValueError(
+                raise UsageError(
                     f"{WEIGHT!r} has shape {weight.shape} for {size} examples; give one "
                     "number per example, or use another name."
                 )
@@ -264,7 +265,7 @@ def check_integers(
         if dtype != array.dtype:
             low, high = int(array.min(initial=0)), int(array.max(initial=0))
             if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
-                raise ValueError(
+                raise UsageError(
                     f"{name!r} has integers from {low} to {high}, which do not fit JAX's "
                     f"{dtype}; {remedy}, or turn jax_enable_x64 on."
                 )
@@ -273,7 +274,7 @@ def check_integers(
 def _checked(who: str, arrays: Any, count: int) -> dict[str, np.ndarray]:
     """The entries of some examples; a list of ragged ones as an array of objects."""
     if not isinstance(arrays, Mapping):
-        raise TypeError(
+        raise UsageTypeError(
             f"{who} returned a {type(arrays).__name__}; return a dict of arrays by name."
         )
     found = {
@@ -282,7 +283,7 @@ def _checked(who: str, arrays: Any, count: int) -> dict[str, np.ndarray]:
     }
     for name, array in found.items():
         if array.shape[:1] != (count,):
-            raise ValueError(
+            raise UsageError(
                 f"{who} returned {name!r} of shape {array.shape} for {count} rows; "
                 f"return that many rows in each entry ({GRAPHS})."
             )
@@ -294,7 +295,7 @@ def _check_not_ragged(arrays: Mapping[str, np.ndarray]) -> None:
         is_array = array.dtype == object and [isinstance(x, np.ndarray) for x in array.flat]
         if is_array and all(is_array):
             shapes = sorted({row.shape for row in array.flat})
-            raise ValueError(
+            raise UsageError(
                 f"{name!r} has rows of the shapes {first_few([*map(str, shapes)])}; pad "
                 "or crop them to one shape in the source or with a transform, or batch "
                 "examples of similar length with sampler=eqxshard.data.Buckets(...)."

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ._buckets import BucketBatch, Buckets
@@ -136,7 +137,7 @@ class Loader:
         check_source(source)
         check_is_mesh(mesh)
         if not isinstance(sampler, Sampler | None):
-            raise TypeError(
+            raise UsageTypeError(
                 f"a {type(sampler).__name__} is not a sampler; give something with "
                 "__len__() and rows(examples, seed, epoch)."
             )
@@ -144,7 +145,7 @@ class Loader:
         batch_size, seed = operator.index(batch_size), operator.index(seed)
         _check_numbers(seed, epochs, prefetch, workers)
         if sampler is not None and not shuffle:
-            raise ValueError(
+            raise UsageError(
                 "shuffle=False has no meaning with a sampler, which decides the order; "
                 "leave it out."
             )
@@ -274,7 +275,7 @@ class Loader:
         """
         step, changed = checked_step(step), self.steps.last.first
         if step < changed:
-            raise ValueError(
+            raise UsageError(
                 f"step {step} is before step {changed}, from which on this loader has "
                 f"batches of {self.steps.last.size}; make another loader with the batch "
                 "size of that step."
@@ -304,12 +305,12 @@ class Loader:
         """
         capacity = count if capacity is None else capacity
         if self._resident is None:
-            raise ValueError(
+            raise UsageError(
                 "this loader's dataset is on the host; make it with placement='device'."
             )
         left = self._stop - self._step
         if not 1 <= count <= min(capacity, left):
-            raise ValueError(
+            raise UsageError(
                 f"{count} batches were asked for, capacity={capacity} and {left} are left; "
                 "ask for at least 1 and no more than these, or make the loader with more "
                 "epochs."
@@ -369,7 +370,7 @@ class Loader:
         step, theirs = state.get("step"), state.get("fingerprint")
         sizes = _sizes(state)
         if not isinstance(step, int) or not isinstance(theirs, Mapping) or not sizes:
-            raise ValueError(
+            raise UsageError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
         size, fills = self.steps.last.size, self.steps.last.fills
@@ -381,13 +382,13 @@ class Loader:
         if rebatch and self._spans_processes:
             assert_same_on_all_processes("loader", {"batch_sizes": moved.sizes})
         if self._host.buckets is not None and moved.last.start:
-            raise ValueError(
+            raise UsageError(
                 "which examples of sampler=Buckets(...) make up a batch depends on the "
                 "batch size, so this can only change between epochs, and step "
                 f"{step} is within one; go on from the end of an epoch."
             )
         if self._fingerprint["remainder"] == "error" and moved.last.remainder:
-            raise ValueError(
+            raise UsageError(
                 f"batches of {size} leave {moved.last.remainder} examples of epoch "
                 f"{moved.last.epoch} over, which goes on at step {step}; use a batch size "
                 "that divides the rest of it, or go on from the end of an epoch."
@@ -415,7 +416,7 @@ def _check_same(
             "loader.restore(state, rebatch=True) (a script of train's: with "
             "--changes batch_size)"
         )
-    raise ValueError(
+    raise UsageError(
         f"the state is of a loader with other batches: {', '.join(changes)}; {remedy}."
     )
 
@@ -437,25 +438,25 @@ def _sizes(state: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1.")
+        raise UsageError(f"seed={seed} must be between 0 and 2**32 - 1.")
     least = {"epochs": (epochs, 1), "prefetch": (prefetch, 0), "workers": (workers, 0)}
     for name, (value, smallest) in least.items():
         if value is not None and value < smallest:
-            raise ValueError(f"{name}={value} must be at least {smallest}.")
+            raise UsageError(f"{name}={value} must be at least {smallest}.")
 
 
 def _check_placement(
     placement: str, transform: Any, workers: int, sampler: Sampler | None
 ) -> None:
     if placement not in ("host", "device"):
-        raise ValueError(f"placement={placement!r} is not 'host' or 'device'.")
+        raise UsageError(f"placement={placement!r} is not 'host' or 'device'.")
     if placement == "device" and (transform is not None or workers):
-        raise ValueError(
+        raise UsageError(
             "placement='device' cannot run transform= or workers=, which need the host; do "
             "their work in the loss function or in the source, or use placement='host'."
         )
     if placement == "device" and isinstance(sampler, Buckets):
-        raise ValueError(
+        raise UsageError(
             "placement='device' gathers batches of one shape, and sampler=Buckets(...) "
             "makes several; use placement='host'."
         )
@@ -463,21 +464,21 @@ def _check_placement(
 
 def _check_remainder(remainder: str, order: Order, batch_size: int) -> None:
     if remainder not in ("pad", "drop", "error"):
-        raise ValueError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
+        raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
     length = len(order)
     if length == 0:
-        raise ValueError("an epoch has no examples; give a source and sampler with some.")
+        raise UsageError("an epoch has no examples; give a source and sampler with some.")
     buckets = order.sampler if isinstance(order.sampler, Buckets) else None
     left = length % batch_size
     if buckets is not None:
         left = int(buckets.left_over(batch_size).sum())
     if remainder == "error" and left:
-        raise ValueError(
+        raise UsageError(
             f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
             "size that divides, or remainder='pad' or 'drop'."
         )
     if remainder == "drop" and left == length:
-        raise ValueError(
+        raise UsageError(
             f"an epoch has {length} examples, less than one batch of {batch_size}"
             f"{' in each bucket' if buckets else ''}, and remainder='drop' drops them "
             "all; use a smaller batch size or remainder='pad'."

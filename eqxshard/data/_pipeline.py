@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from .._errors import UsageError
 from ..sharding._placement import from_host
 from ._host import HostBatches
 
@@ -91,7 +92,7 @@ def _parse_flags() -> None:
 def checked_step(step: int) -> int:
     """A step that a loader is to go to; raise `ValueError` if it is negative."""
     if step < 0:
-        raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
+        raise UsageError(f"step {step} is before the start; seek to 0 or a later step.")
     return int(step)
 
 
@@ -116,7 +117,7 @@ def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.nd
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     rows = [range(batch_size)[index[0]] for index in indices if index is not None]
     if not rows:
-        raise ValueError(
+        raise UsageError(
             "no device of the mesh belongs to this process, so it has no part of a batch; "
             "make the mesh of devices of all processes."
         )

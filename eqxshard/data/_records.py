@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from .._errors import UsageError, UsageTypeError
 from ._buckets import stack_rows
 
 
@@ -72,12 +73,12 @@ class RecordSource:
         self, records: Any, decode: Callable[[Any], Any] | None = None, *, threads: int = 16
     ):
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
-            raise TypeError(
+            raise UsageTypeError(
                 f"a {type(records).__name__} cannot be read by index; give an object with "
                 "__len__() and __getitem__(index), or use eqxshard.data.from_iterator."
             )
         if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1.")
+            raise UsageError(f"threads={threads} must be at least 1.")
         self._records = records
         self._decode = decode
         self._threads = threads
@@ -117,7 +118,7 @@ def _check_alike(indices: Int[np.ndarray, " n"], examples: list[Any]) -> None:
     first: dict[str, tuple[int, ...]] = {}
     for index, example in zip(indices, examples):
         if not isinstance(example, Mapping):
-            raise TypeError(
+            raise UsageTypeError(
                 f"example {index} is a {type(example).__name__}; use decode= to turn it "
                 "into a dict of arrays, such as lambda pair: {'x': pair[0], 'y': pair[1]}."
             )
@@ -125,7 +126,7 @@ def _check_alike(indices: Int[np.ndarray, " n"], examples: list[Any]) -> None:
         first = first or shapes
         # But for the first dim, in which they may be ragged.
         if _but_first_dims(shapes) != _but_first_dims(first):
-            raise ValueError(
+            raise UsageError(
                 f"example {index} has the entries {shapes}, and example {indices[0]} "
                 f"{first}; give all examples the same entries, padded or cropped to the "
                 "same shapes, in the dataset or with decode=."

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
+from .._errors import UsageError
 from ._buckets import Buckets
 from ._permutation import Permutation
 from ._steps import Steps
@@ -85,7 +86,7 @@ class UniformSampler:
 
     def __init__(self, length: int):
         if length < 1:
-            raise ValueError(f"length={length} must be at least 1.")
+            raise UsageError(f"length={length} must be at least 1.")
         self._length = length
 
     def __len__(self) -> int:
@@ -125,7 +126,7 @@ class WeightedSampler:
         self._weights = _check_weights(weights)
         self._length = len(self._weights) if length is None else length
         if self._length < 1:
-            raise ValueError(f"length={length} must be at least 1.")
+            raise UsageError(f"length={length} must be at least 1.")
 
     def __len__(self) -> int:
         return self._length
@@ -133,7 +134,7 @@ class WeightedSampler:
     def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
         """The rows of an epoch, in order; see [`eqxshard.data.Sampler`][]."""
         if examples != len(self._weights):
-            raise ValueError(
+            raise UsageError(
                 f"the sampler has {len(self._weights):,} weights and the source "
                 f"{examples:,} examples; give one for each example."
             )
@@ -217,7 +218,7 @@ def _sample(
         or rows.shape != (length,)
         or not 0 <= rows.min(initial=0) <= rows.max(initial=0) < max(examples, 1)
     ):
-        raise ValueError(
+        raise UsageError(
             f"the sampler gave {rows.dtype} of shape {rows.shape} for epoch {epoch}, or "
             f"rows out of range; return {length:,} integers from 0 to {examples - 1}."
         )
@@ -242,7 +243,7 @@ def _random_state(seed: int, epoch: int) -> np.random.RandomState:
 def _check_weights(weights: Any) -> Float[np.ndarray, " n"]:
     found = np.asarray(weights, np.float64)
     if found.ndim != 1 or not np.all(np.isfinite(found) & (found >= 0)) or not found.any():
-        raise ValueError(
+        raise UsageError(
             f"the weights have the shape {found.shape} and the sum {np.sum(found)}; give "
             "each example a finite number of at least 0, and not all of them 0."
         )

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
+from .._errors import UsageError, UsageTypeError
+
 #: In bytes: where memory starts that JAX shares with NumPy, and what it copies at once.
 _ALIGNMENT = 64
 _SMALL_BYTES = 2**16
@@ -72,7 +74,7 @@ def check_source(source: Any) -> None:
         remedy = "use eqxshard.data.from_iterator(lambda: iter(it), mesh=mesh) instead"
     else:
         remedy = "give something with __len__() and gather(indices)"
-    raise TypeError(f"{what} is not a source; {remedy}.")
+    raise UsageTypeError(f"{what} is not a source; {remedy}.")
 
 
 def _is_array(value: Any) -> bool:
@@ -114,7 +116,7 @@ class ArraySource:
         self.unit = unit
         self.warning = warning
         if not isinstance(arrays, Mapping):
-            raise TypeError(
+            raise UsageTypeError(
                 f"ArraySource got a {type(arrays).__name__}; give a dict of arrays by "
                 "name, such as {'x': x, 'y': y}."
             )
@@ -122,7 +124,7 @@ class ArraySource:
         shapes = {key: array.shape for key, array in self.arrays.items()}
         lengths = {shape[:1] for shape in shapes.values()}
         if len(lengths) != 1 or () in lengths:
-            raise ValueError(
+            raise UsageError(
                 f"the arrays have the shapes {shapes}; give at least one array, and all of "
                 "them the same first dim, which counts the examples."
             )
@@ -196,10 +198,10 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, tuple[Source, int | float]]):
         if not sources:
-            raise ValueError("the mixture has no sources; give at least one.")
+            raise UsageError("the mixture has no sources; give at least one.")
         for name, (source, weight) in sources.items():
             if not (math.isfinite(weight) and weight > 0 and len(source)):
-                raise ValueError(
+                raise UsageError(
                     f"{name!r} has the weight {weight} and {len(source)} examples; give a "
                     "positive weight and at least one example, or leave it out."
                 )
@@ -231,7 +233,7 @@ class Mixture:
                     for key, array in part.items()
                 }
             if entries != expected:
-                raise ValueError(
+                raise UsageError(
                     f"the examples of {first!r} have {expected}, and those of {name!r} "
                     f"{entries}; give sources with the same entries."
                 )

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._leaves import check_dtypes
 from ..sharding._mesh import batch_sharding, check_batch_size
@@ -103,7 +104,7 @@ class Stream:
         While iterating, `ValueError` if batches have other rows, and it is not.
         """
         if rebatch and not self._takes_step:
-            raise ValueError(
+            raise UsageError(
                 "this iterator starts with the batches of all earlier steps, which with "
                 "another batch size are of other examples than those seen; give the "
                 "function that makes it a parameter step, to go on from there."
@@ -131,7 +132,7 @@ class Stream:
             if self._length is None:
                 return
             if step == start or step % self._length:
-                raise ValueError(
+                raise UsageError(
                     f"the iterator ended before step {step}, {step % self._length} batches "
                     f"into an epoch of length={self._length}; give the number of batches "
                     "that it has."
@@ -154,7 +155,7 @@ class Stream:
         """The rows of a batch on all processes, of arrays of these shapes."""
         ours = {shape[:1] for shape in shapes.values()}
         if len(ours) > 1 or () in ours:
-            raise ValueError(
+            raise UsageError(
                 f"the batch of step {step} has the shapes {shapes}; give all arrays of a "
                 f"batch the same number of rows ({GRAPHS})."
             )
@@ -166,7 +167,7 @@ class Stream:
                 assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
             if self._rows_before not in (None, rows) and not self._rebatched:
-                raise ValueError(
+                raise UsageError(
                     f"the batch of step {step} has {rows} rows, and those before had "
                     f"{self._rows_before}; make batches of as many, or call "
                     "loader.restore(state, rebatch=True) if the iterator goes on from the "
@@ -247,13 +248,13 @@ def from_iterator(
         ```
     """
     if not callable(make_iterator):
-        raise TypeError(
+        raise UsageTypeError(
             f"a {type(make_iterator).__name__} cannot be started again; give a function "
             "that returns the iterator, such as lambda: iter(batches)."
         )
     for name, value, least in (("length", length, 1), ("prefetch", prefetch, 0)):
         if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
+            raise UsageError(f"{name}={value} must be at least {least}.")
     if spans_processes(mesh.devices.flat):
         assert_same_on_all_processes("loader", {"length": length})
     kind = Stream if length is None else SizedStream
@@ -263,7 +264,7 @@ def from_iterator(
 def _copied(batch: Any, step: int) -> _Arrays:
     """The arrays of a batch; CPU devices would share those that the iterator may refill."""
     if not isinstance(batch, Mapping) or not batch:
-        raise TypeError(
+        raise UsageTypeError(
             f"the iterator gave a {type(batch).__name__} for step {step}; give dicts "
             "of arrays by name, such as {'x': x, 'y': y}."
         )

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._errors import UsageError
+
 #: In the loss and in metrics. No entry of a user's own has such a name by accident.
 WEIGHT = "__weight__"
 #: In the loss alone.
@@ -47,7 +49,7 @@ def check_weights(batch: Any, *, whole: bool = True) -> None:
         wrong = ~np.isfinite(x) | ((x < 0) & (name == WEIGHT))
         if np.any(wrong):
             row = np.argmax(wrong) % x.shape[-1]
-            raise ValueError(
+            raise UsageError(
                 f"{name!r} is {x[wrong][0]}, first in row {row}; give weights that are "
                 f"finite and, in {WEIGHT!r}, not negative."
             )
@@ -55,7 +57,7 @@ def check_weights(batch: Any, *, whole: bool = True) -> None:
     if loss_weight is not None and whole:
         counted = loss_weight if weight is None else loss_weight * weight
         if np.any(np.sum(counted, axis=-1) < 0):
-            raise ValueError(
+            raise UsageError(
                 f"the sum of {LOSS_WEIGHT!r} over a batch is negative, and dividing by it "
                 "would turn the loss around; give weights whose sum is positive."
             )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..checkpoint._arrays import DamageError, partition_by_path, read, wrap_keys
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..checkpoint._description import abstract_array, array_metadata, check_structure
@@ -91,7 +92,7 @@ def write_crash_dump(
     )
     ours = isinstance(state, TrainState) and isinstance(train_step, TrainStep)
     if not (is_dict and ours) or extra is not None:
-        raise TypeError(
+        raise UsageTypeError(
             "a crash dump is of one state and a batch that is a dict of arrays; train by a "
             "step from make_train_step without extra."
         )
@@ -137,7 +138,7 @@ def forget_crash_dump(folder: Any) -> None:
         except OSError as error:
             fault = f"{folder} cannot be removed: {error}"
     if (fault := broadcast_from_first(fault)) is not None:
-        raise ValueError(fault)
+        raise UsageError(fault)
 
 
 def _remove(folder: Any) -> str | None:
@@ -197,7 +198,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
         )
     damage = verify(folder)
     if damage is not None:
-        raise ValueError(
+        raise UsageError(
             f"the crash dump {folder} is damaged: {damage}; run the step again."
         )
     dump = read_json(folder / _FILE)
@@ -215,7 +216,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
         }
     # What comes of JSON that says something else than is expected.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(
+        raise UsageError(
             f"the crash dump {folder} cannot be read ({type(error).__name__}: {error}): it "
             "is damaged, or of another version; run the step again with this version."
         ) from None
@@ -226,7 +227,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     try:
         arrays = wrap_keys(read(folder, leaves), leaves)
     except DamageError as error:
-        raise ValueError(f"{error}; run the step again.") from None
+        raise UsageError(f"{error}; run the step again.") from None
     arrays = {path: _on_any_device(leaf) for path, leaf in arrays.items()}
     _, model_static = partition(like)
     is_trained = [path in trained for path in wanted if path.startswith("model.")]
@@ -244,7 +245,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
 def _float(name: str) -> Any:
     dtype = jnp.dtype(name)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"nothing is computed in {name!r}")
+        raise UsageTypeError(f"nothing is computed in {name!r}")
     return dtype
 
 

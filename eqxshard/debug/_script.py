@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .._errors import UsageError
+
 #: The name under which a script that was run as `__main__` is imported again.
 _NAME = "eqxshard_imported_script"
 
@@ -39,7 +41,7 @@ def import_script(path: str) -> ModuleType:
         return sys.modules[_NAME]
     spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ValueError(
+        raise UsageError(
             f"there is no Python script {path!r}; give the path of the one that ran."
         )
     module = sys.modules[_NAME] = importlib.util.module_from_spec(spec)
@@ -59,7 +61,7 @@ def import_script(path: str) -> ModuleType:
 def refuse_import(what: str) -> None:
     """Raise `ValueError` while a script is only imported for what it defines."""
     if _importing.get():
-        raise ValueError(
+        raise UsageError(
             f"{what} is called when this script is imported, for a plan or a replay; put "
             "the call under `if __name__ == '__main__':`."
         )

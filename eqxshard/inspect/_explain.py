@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._errors import UsageTypeError
 from ..sharding._combinators import optimizer_rule
 from ..sharding._leaves import array_leaves, is_inexact
 from ..sharding._optimizer_state import StateLeaf, decide_opt_state
@@ -64,7 +65,7 @@ def explain(
         ```
     """
     if isinstance(tree, TrainState):
-        raise TypeError("explain takes a model; give it state.model, and optim=.")
+        raise UsageTypeError("explain takes a model; give it state.model, and optim=.")
 
     def shapes(model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         params, _ = split_model(model, trainable)

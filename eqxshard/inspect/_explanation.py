@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._errors import UsageError
 from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
 from ..sharding._optimizer_state import is_split
@@ -143,7 +144,7 @@ class Explanation:
             chosen = [leaf for leaf in self.leaves if re.search(paths, leaf.path)]
         if not chosen and self.leaves:
             some = ", ".join(leaf.path for leaf in self.leaves[:3])
-            raise ValueError(
+            raise UsageError(
                 f"draw: {paths!r} matches the path of no array; the first paths are {some}."
             )
         panels = []

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from .._errors import UsageError, UsageTypeError
 from ..compiled._findings import Finding
 from ..compiled._hlo import Module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
@@ -71,13 +72,13 @@ def lower_function(
     """
     if isinstance(fn, jax.stages.Lowered):
         if args or kwargs:
-            raise TypeError(
+            raise UsageTypeError(
                 "a lowered function has its arguments already; leave them out, or give "
                 "the function itself."
             )
         return LoweredFunction(fn, read_lowered(fn), None)
     if not callable(fn):
-        raise TypeError(
+        raise UsageTypeError(
             f"a {type(fn).__name__} is not a function; give what jax.jit returns, or what "
             "its .lower(...) returns."
         )
@@ -112,7 +113,7 @@ def _lower(traced: Any, platform: str | None) -> Any:
     except ValueError as error:
         if "lowering platform" not in str(error):
             raise
-        raise ValueError(
+        raise UsageError(
             "the function calls the host (as jax.debug.print does), which JAX lowers only "
             "for the devices at hand; take the call out, or use backend='cpu'."
         ) from error
@@ -122,7 +123,7 @@ def _unwrap(staged: Any, name: str, kind: type) -> Any:
     """JAX's own object in that of another library."""
     while not isinstance(staged, kind):
         if not hasattr(staged, name):
-            raise TypeError(
+            raise UsageTypeError(
                 f"a {type(staged).__module__}.{type(staged).__name__} is not JAX's "
                 f"{kind.__name__}, and has none; give a function that jax.jit returns."
             )

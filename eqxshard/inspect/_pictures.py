@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..pages._kit import Markup, tag
 from ..pages._mesh import Look, mesh_shapes
 from ..sharding._leaves import array_leaves
@@ -67,7 +68,7 @@ class Picture:
         """
         file = Path(file)
         if file.suffix not in (".svg", ".html"):
-            raise ValueError(
+            raise UsageError(
                 f"a picture cannot be saved as {file.name!r}; give a name that ends with "
                 ".svg or .html."
             )
@@ -134,7 +135,7 @@ def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:
             check_axis(axis, thing, "along")
         return Picture((_draw_mesh(thing, along),), "")
     if along:
-        raise ValueError("along is for meshes; leave it out to draw arrays.")
+        raise UsageError("along is for meshes; leave it out to draw arrays.")
     leaves = array_leaves(thing)
     shown = keep_largest(leaves, lambda item: item[1].shape)
     arrays = [draw_array(path, leaf.shape, _sharding(path, leaf)) for path, leaf in shown]
@@ -150,7 +151,7 @@ def keep_largest(items: Sequence[_T], shape: Callable[[_T], Sequence[int]]) -> l
 def make_picture(panels: Sequence[Drawing], what: str, left_out: int) -> Picture:
     """A picture of panels, which says how many more there are."""
     if not panels:
-        raise ValueError("draw: there are no arrays; give it a mesh, a model or a batch.")
+        raise UsageError("draw: there are no arrays; give it a mesh, a model or a batch.")
     note = f"{left_out} more {what} are not drawn" if left_out > 0 else ""
     return Picture(tuple(panels), note)
 
@@ -158,7 +159,7 @@ def make_picture(panels: Sequence[Drawing], what: str, left_out: int) -> Picture
 def _sharding(path: str, leaf: Any) -> NamedSharding:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        raise TypeError(
+        raise UsageTypeError(
             f"draw: {path or 'the array'} {tuple(leaf.shape)} is not on a mesh; place it "
             "with eqxshard.filter_shard."
         )

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..data._buckets import BucketBatch
 from ..data._loader import Loader
 from ..data._steps import Steps
@@ -38,7 +39,7 @@ class Batches(Protocol):
 def check_loader(loader: Any) -> None:
     """Refuse a loader without the methods that `fit` calls."""
     if not isinstance(loader, Batches):
-        raise TypeError(
+        raise UsageTypeError(
             f"a {type(loader).__name__} is not a loader; make an eqxshard.Loader, or give "
             "an object with __iter__() and seek(step)."
         )
@@ -86,7 +87,7 @@ class Position:
         """Check that a saved state is of the same batches, and move the loader there."""
         saved = state.get("step", self.step)
         if saved != self.step:
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint of step {self.step} was saved when its loader had given "
                 f"{saved} batches, and fit reads one batch for each step; go on with a "
                 "loop of your own, as the one that saved it, or give fit a checkpointer "
@@ -136,7 +137,7 @@ def dispatches_of(
 
 def _single_batches(loader: Batches, last: int) -> Dispatches:
     yield from ((1, batch) for batch in loader)
-    raise ValueError(
+    raise UsageError(
         f"the loader ended before step {last}; take fewer steps, or make one that goes on, "
         "such as Loader with epochs=None."
     )

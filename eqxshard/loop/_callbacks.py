@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from .._errors import UsageError, UsageTypeError
 from ._loop import Loop
 
 
@@ -37,7 +38,7 @@ class Callback:
         for name in vars(cls):
             if name.startswith("after_") and not hasattr(Callback, name):
                 events = ", ".join(each for each in vars(Callback) if each[:6] == "after_")
-                raise TypeError(
+                raise UsageTypeError(
                     f"{cls.__name__}.{name} is never called; override one of {events}, or "
                     f"use another name, such as _{name}."
                 )
@@ -170,14 +171,16 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse other things than callbacks."""
     if not isinstance(callbacks, Collection):
         what = type(callbacks).__name__
-        raise TypeError(f"callbacks= is a {what}; give a list, such as callbacks=[it].")
+        raise UsageTypeError(
+            f"callbacks= is a {what}; give a list, such as callbacks=[it]."
+        )
     for each in callbacks:
         if not isinstance(each, Callback):
-            raise TypeError(
+            raise UsageTypeError(
                 f"a {type(each).__name__} is not a callback; give an instance of a "
                 "subclass of eqxshard.callbacks.Callback."
             )
         if each.every is not None and each.every < 1:
-            raise ValueError(
+            raise UsageError(
                 f"{type(each).__name__}.every={each.every} must be at least 1, or None."
             )

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from .._errors import NonfiniteError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._loader import Loader
 from ..debug._crash_dump import replay_command, write_crash_dump
@@ -244,7 +245,7 @@ def give_up(loop: Loop, train_step: Any) -> NoReturn:
         f"{steps[0]} on, was not finite"
     )
     if loop.checkpointer is None:
-        raise FloatingPointError(
+        raise NonfiniteError(
             f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
             "crash dump that helps to find the cause."
         )
@@ -257,8 +258,8 @@ def give_up(loop: Loop, train_step: Any) -> NoReturn:
         )
     # A full disk, say, or several states.
     except Exception as error:
-        raise FloatingPointError(
+        raise NonfiniteError(
             f"{message}; a crash dump could not be written: {error}"
         ) from error
     command = replay_command(folder, train_step)
-    raise FloatingPointError(f"{message}; find the cause with `{command}`.")
+    raise NonfiniteError(f"{message}; find the cause with `{command}`.")

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from .._waits import waiting
 from ..data._loader import Loader
 from ..distributed import fetch_whole
@@ -73,14 +74,16 @@ def _check_arguments(call: str, model: Any, fn: Any, loader: Any) -> None:
     swapped = isinstance(model, EvalStep | Batches) or isinstance(fn, Batches)
     if swapped or not (callable(fn) and isinstance(loader, Batches)):
         given = comma_list(type(each).__name__ for each in (model, fn, loader))
-        raise TypeError(f"the arguments are of types {given}; write {call}, with a Loader.")
+        raise UsageTypeError(
+            f"the arguments are of types {given}; write {call}, with a Loader."
+        )
 
 
 def _measure(eval_step: Callable[[PyTree, PyTree], Any], model: Any, batch: Any) -> Metrics:
     metrics = eval_step(model, batch)
     if not isinstance(metrics, Metrics):
         name = getattr(eval_step, "__name__", type(eval_step).__name__)
-        raise TypeError(
+        raise UsageTypeError(
             f"{name} returned a {type(metrics).__name__}, not the Metrics of an eval step; "
             f"use eval_step = eqxshard.make_eval_step({name})."
         )
@@ -95,7 +98,7 @@ def check_evaluate(evaluate: Any) -> None:
         inspect.signature(evaluate).bind("model")
     except TypeError:
         name = getattr(evaluate, "__name__", type(evaluate).__name__)
-        raise TypeError(
+        raise UsageTypeError(
             f"evaluate={name} is not a function of a model; use evaluate=lambda model: "
             "eqxshard.evaluate(model, eval_step, test_loader)."
         ) from None
@@ -186,7 +189,7 @@ def _rows(loader: Loader) -> list[np.ndarray]:
     found = np.sort(np.concatenate(rows))
     length = loader.state()["fingerprint"]["length"]
     if not np.array_equal(found, np.arange(length)):
-        raise ValueError(
+        raise UsageError(
             f"an epoch of this loader has {len(np.unique(found))} of {length} examples, in "
             f"{len(found)} rows; make one with remainder='pad' and without a sampler."
         )
@@ -232,7 +235,7 @@ def _check_outputs(outputs: PyTree, rows: int) -> None:
         if not is_array(leaf) or leaf.shape[:1] != (rows,):
             kind = f"a {type(leaf).__name__}"
             found = f"of shape {leaf.shape}" if is_array(leaf) else kind
-            raise ValueError(
+            raise UsageError(
                 f"{leaf_path(path, 'output')} of fn is {found} for a batch of {rows}; "
                 "return arrays with one row per example."
             )
@@ -246,7 +249,7 @@ def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
     `ValueError` if the loader has no length.
     """
     if not isinstance(loader, Sized):
-        raise ValueError(
+        raise UsageError(
             f"{who} needs a loader with a length, and this {type(loader).__name__} has "
             "none; make an eqxshard.Loader, or add __len__()."
         )

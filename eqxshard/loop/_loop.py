@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import allgather_json, is_main_process
 from ..training._metrics import Metrics
@@ -115,7 +116,7 @@ class Loop:
         `ValueError` if `fit` has no checkpointer.
         """
         if self.checkpointer is None:
-            raise ValueError("loop.save() needs a checkpointer; give fit checkpointer=.")
+            raise UsageError("loop.save() needs a checkpointer; give fit checkpointer=.")
         self.save_requested = self.step != self.saved
 
     def stop(self, reason: str) -> None:
@@ -144,7 +145,7 @@ class Loop:
     def check_step(self) -> None:
         """Refuse a new state that has not taken as many steps as the run."""
         if step_of(self.state) != self.step:
-            raise ValueError(
+            raise UsageError(
                 f"the state is of step {step_of(self.state)}, and the run is at step "
                 f"{self.step}; let train_step add 1 to state.step for each batch, and "
                 "callbacks keep it."

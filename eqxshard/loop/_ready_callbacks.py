@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..checkpoint._best import Mode, best_mode
 from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
@@ -65,7 +66,7 @@ class EarlyStopping(Callback):
         mode: Mode | None = None,
     ):
         if patience < 1 or min_delta < 0:
-            raise ValueError(
+            raise UsageError(
                 f"patience={patience}, min_delta={min_delta} cannot be; use at least 1, "
                 "and at least 0."
             )
@@ -80,7 +81,7 @@ class EarlyStopping(Callback):
         """Compare the metric with its best value."""
         if self.metric not in loop.values:
             if any(name.startswith("eval/") for name in loop.values):
-                raise ValueError(
+                raise UsageError(
                     f"EarlyStopping waits for {self.metric!r}, which the report of step "
                     f"{loop.step} does not have; use one of {', '.join(loop.values)}."
                 )
@@ -146,7 +147,7 @@ class TimeLimit(Callback):
             parts = [math.nan]
         seconds = sum(part * 60**i for i, part in enumerate(reversed(parts)))
         if not seconds > 0:
-            raise ValueError(
+            raise UsageError(
                 f"{limit!r} is not a time limit; give a positive number of seconds, or "
                 "hours, minutes and seconds such as '1:30:00'."
             )
@@ -205,7 +206,7 @@ class EvaluateEMA(Callback):
 def check_evaluated(callbacks: Sequence[Callback], evaluate: Any) -> None:
     """Refuse to evaluate averages after evaluations in a run without any."""
     if evaluate is None and any(isinstance(each, EvaluateEMA) for each in callbacks):
-        raise ValueError(
+        raise UsageError(
             "EvaluateEMA evaluates after each evaluation of the run, which has none; give "
             "fit evaluate=, or train a metric_fn and eval_data."
         )
@@ -296,7 +297,7 @@ class Profile(Callback):
 
     def __init__(self, first: int, last: int, directory: str | os.PathLike[str]):
         if not 2 <= first <= last:
-            raise ValueError(
+            raise UsageError(
                 f"steps {first}:{last} cannot be profiled; use 2 <= first <= last."
             )
         self._first, self._last = operator.index(first), operator.index(last)

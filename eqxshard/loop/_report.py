@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._errors import UsageTypeError
 from ..data._steps import Steps
 from ..trackers._tracker import Image, Tracker, Value
 from ..training._metrics import Metrics
@@ -87,7 +88,7 @@ class Report:
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation; trackers get all of it but arrays."""
         if not isinstance(values, Mapping):
-            raise TypeError(
+            raise UsageTypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
             )
         self.values |= prefixed(prefix, values)
@@ -167,7 +168,7 @@ def _value(name: str, value: Any) -> Value:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(
+        raise UsageTypeError(
             f"{name} was logged as a {type(value).__name__}; log numbers, or make it an "
             "eqxshard.trackers.Image."
         ) from None

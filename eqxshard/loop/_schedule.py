@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._steps import Steps
 from ._signals import Stop
@@ -101,7 +102,7 @@ def evaluation_interval(
         return "epoch"
     interval = evaluate_every
     if not isinstance(interval, int | np.integer) or interval < 1:
-        raise ValueError(
+        raise UsageError(
             f"evaluate_every={evaluate_every!r} is not a number of steps; give "
             "one, or 'epoch' and a loader with a length."
         )
@@ -111,11 +112,11 @@ def evaluation_interval(
 def last_step(steps: int | None, epochs: int | None, of: Steps | None) -> int:
     """The step that a run ends at; `of` says which epoch each is in."""
     if (steps is None) == (epochs is None):
-        raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
+        raise UsageError("fit needs one of steps= and epochs=; give exactly one.")
     if steps is not None:
         return steps
     if of is None:
-        raise ValueError(
+        raise UsageError(
             f"epochs={epochs} needs a loader with a length, and this one has none; give "
             "fit steps= instead."
         )
@@ -126,4 +127,4 @@ def check_positive(**numbers: int | float | None) -> None:
     """Refuse numbers that are not positive."""
     for name, value in numbers.items():
         if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be positive.")
+            raise UsageError(f"{name}={value} must be positive.")

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from .._errors import UsageError
 from ..parallel import ring_attention
 from ..parallel._ring_attention import check_shapes, check_window
 from ..parallel._ring_blocks import CHUNK
@@ -89,18 +90,18 @@ def attention(
     """
     check_shapes("attention", query, key, value, segments)
     if query.ndim != 4:
-        raise ValueError(
+        raise UsageError(
             f"attention takes a batch, and query has the shape {query.shape}; give it the "
             "dims (batch, seq, heads, head_dim), such as query[None] of one example."
         )
     seq, keys = query.shape[-3], key.shape[-3]
     if offset is not None and (segments is not None or not causal):
-        raise ValueError(
+        raise UsageError(
             "attention: an offset is for causal attention without segments; set "
             "causal=True and leave out segments, or leave out offset."
         )
     if seq != keys and offset is None and (segments is not None or causal):
-        raise ValueError(
+        raise UsageError(
             f"attention: {seq} queries and {keys} keys; give the offset of the first query "
             "among the keys, or the same number of both."
         )

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from .._errors import UsageError
 from ..sharding._explicit import on_auto_axes
 from ..sharding._mesh import automatic_axes, batch_axes
 from ..sharding._placement import constrain
@@ -71,7 +72,7 @@ def cross_entropy(
         ```
     """
     if chunk < 1:
-        raise ValueError(
+        raise UsageError(
             f"chunk={chunk} must be at least 1; leave it out for the usual size."
         )
     _check_shapes(hidden, weight, targets)
@@ -125,7 +126,7 @@ def cross_entropy(
 def _check_shapes(hidden: Array, weight: Array, targets: Array) -> None:
     embed = hidden.shape[-1] if hidden.ndim >= 2 else None
     if weight.shape[1:] != (embed,) or targets.shape != hidden.shape[:-1]:
-        raise ValueError(
+        raise UsageError(
             f"cross_entropy: hidden, weight and targets have the shapes {hidden.shape}, "
             f"{weight.shape} and {targets.shape}; give hidden (*batch, seq, embed), weight "
             "(vocab, embed) and targets (*batch, seq)."

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from .._errors import UsageError
 from ..transforms._dtypes import at_least_float32
 from ._kv_cache import KVCache
 
@@ -112,7 +113,7 @@ def keep_likely(
 def _check(length: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     good_k, good_p = top_k is None or top_k >= 1, top_p is None or 0 < top_p <= 1
     if length < 0 or temperature < 0 or not (good_k and good_p):
-        raise ValueError(
+        raise UsageError(
             f"{length=}, {temperature=}, {top_k=} or {top_p=} is out of range; give a "
             "length and a temperature of 0 or more, a top_k of 1 or more, and a top_p "
             "above 0 and up to 1 (None for all tokens)."
@@ -122,10 +123,10 @@ def _check(length: int, temperature: float, top_k: int | None, top_p: float | No
 def _check_capacity(cache: PyTree, prompt: int, length: int) -> None:
     """The last token need not be in the cache."""
     if prompt < 1:
-        raise ValueError("the prompt is empty; give at least one token, such as an end.")
+        raise UsageError("the prompt is empty; give at least one token, such as an end.")
     for part in jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, KVCache)):
         if isinstance(part, KVCache) and part.capacity < prompt + length - 1:
-            raise ValueError(
+            raise UsageError(
                 f"a prompt of {prompt} tokens and {length} more do not fit a cache of "
                 f"{part.capacity}; make it for {prompt + length}, or ask for fewer tokens."
             )

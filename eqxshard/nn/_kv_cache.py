@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from .._errors import UsageError
+
 
 class KVCache(eqx.Module):
     """The keys and values of the tokens so far, in arrays of a fixed size.
@@ -56,7 +58,7 @@ class KVCache(eqx.Module):
         `ValueError` if the shape has fewer dims.
         """
         if len(shape) < 4:
-            raise ValueError(
+            raise UsageError(
                 f"a cache of the shape {tuple(shape)} has too few dims; give (batch, "
                 "capacity, kv_heads, head_dim), after the number of layers if any."
             )
@@ -97,7 +99,7 @@ class KVCache(eqx.Module):
         known = fits and not isinstance(self.length, Tracer)
         taken = int(self.length) if known else 0
         if not fits or taken + seq > self.capacity:
-            raise ValueError(
+            raise UsageError(
                 f"keys {key.shape} and values {value.shape} do not fit a cache of "
                 f"{self.key.shape} with {taken} positions taken; make it by "
                 "KVCache.empty((batch, capacity, kv_heads, head_dim)) with a capacity of "

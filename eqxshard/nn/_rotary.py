@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._errors import UsageError
 from ..transforms._dtypes import accumulation_dtype
 
 
@@ -34,7 +35,7 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         ordered = 0 < self.low_frequency_factor < self.high_frequency_factor
         if not ordered or self.factor <= 0 or self.original_length <= 0:
-            raise ValueError(
+            raise UsageError(
                 f"{self} has a number that is not positive, or a low_frequency_factor that "
                 "is not below high_frequency_factor; Llama 3.1 has 8, 1, 4 and 8192."
             )
@@ -80,7 +81,7 @@ def rotary(
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
-        raise ValueError(
+        raise UsageError(
             f"rotary rotates features in pairs, but x {x.shape} has {head_dim} of them; "
             "use an even head_dim."
         )

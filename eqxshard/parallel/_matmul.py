@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .._errors import UsageError
 from ..transforms._dtypes import accumulation_dtype, at_least_float32
 from ._ring import Ring, find_ring
 
@@ -136,7 +137,7 @@ def matmul_reduce_scatter(
 
 def _find_ring(name: str, x: Array, weight: Array, axis: str) -> Ring:
     if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
+        raise UsageError(
             f"{name}: x has the shape {x.shape} and weight {weight.shape}; give x "
             "(*batch, rows, in) and weight (in, out), with the same size of in."
         )

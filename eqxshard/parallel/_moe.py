@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._errors import UsageError
 from ..sharding._explicit import on_auto_axes
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import automatic_axes, batch_axes
@@ -274,7 +275,7 @@ def _apply_experts(
 
     out = eqx.filter_vmap(apply, in_axes=(eqx.if_array(0), 2), out_axes=2)(experts, rows)
     if out.ndim != rows.ndim:
-        raise ValueError(
+        raise UsageError(
             f"an expert returns an array of shape {out.shape[4:]} for a token of shape "
             f"{rows.shape[4:]}; have it return an array of rank 1."
         )
@@ -306,26 +307,26 @@ def _check(
 ) -> None:
     """Check the arguments, which are one of `parts` parts, for a number of devices."""
     if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
-        raise ValueError(
+        raise UsageError(
             f"x has shape {x.shape} and router_logits {logits.shape}; give both a row for "
             "each token, with shapes (tokens, embed) and (tokens, experts)."
         )
     tokens, count = x.shape[-2] * parts, logits.shape[-1]
     if not 1 <= k <= count or (capacity is not None and not 0 < capacity < math.inf):
-        raise ValueError(
+        raise UsageError(
             f"k={k} and capacity={capacity} do not suit {count} experts; give k from 1 to "
             f"{count}, and a positive capacity such as 1.25, or None to drop nothing."
         )
     for name, size in (("tokens", tokens), ("experts", count)):
         if size % devices:
-            raise ValueError(
+            raise UsageError(
                 f"{size} {name} do not divide over expert={devices}; use a multiple of "
                 f"{devices}, such as {nearest_multiples(size, devices)}, or a mesh whose "
                 f"axis expert divides {size}."
             )
     for path, leaf in array_leaves(experts, "experts"):
         if leaf.shape[:1] != (count // parts,):
-            raise ValueError(
+            raise UsageError(
                 f"{path} has shape {leaf.shape}, but router_logits are for {count} "
                 f"experts; give each array of the experts a leading dim of "
                 f"{count // parts}, as equinox.filter_vmap does over that many keys."

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .._errors import UsageError
 from ..sharding._explicit import on_auto_axes
 from ..sharding._leaves import array_leaves, format_array, stacked_depth
 from ..sharding._mesh import batch_axes
@@ -139,14 +140,14 @@ def pipeline(
 def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, ...]]:
     """The number of stages, and the axes of the batch; raise unless everything divides."""
     if microbatches < 1:
-        raise ValueError(f"microbatches={microbatches} must be at least 1.")
+        raise UsageError(f"microbatches={microbatches} must be at least 1.")
     mesh = jax.sharding.get_abstract_mesh()
     stages = mesh.shape["stage"] if "stage" in mesh.auto_axes else 1
     rows = tuple(axis for axis in batch_axes(mesh) if axis in mesh.auto_axes)
     if stages == 1:
         return stages, rows
     if layers % stages:
-        raise ValueError(
+        raise UsageError(
             f"{layers} layers do not divide over stage={stages}; use a multiple of "
             f"{stages} layers, or a number of stages that divides {layers}."
         )
@@ -154,7 +155,7 @@ def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[s
     devices = math.prod(sizes.values())
     parts = devices * microbatches
     if batch % parts:
-        raise ValueError(
+        raise UsageError(
             f"a batch of {batch} does not divide over {format_sizes(sizes)} = {devices} "
             f"devices, each with microbatches={microbatches}; use a multiple of {parts} "
             "examples, or fewer microbatches."
@@ -218,7 +219,7 @@ def apply_layer(
     """Apply one layer to each example of a microbatch."""
     out = map_examples(layer, rows, fold_in_if_given(key, layer_id), h, *args)
     if format_example(out) != format_example(h):
-        raise ValueError(
+        raise UsageError(
             f"a layer takes {format_example(h)} for each example and returns "
             f"{format_example(out)}; have it return the same shape and dtype, for the next "
             "layer to take."
@@ -252,7 +253,7 @@ def check_rows(tree: PyTree, rows: int) -> None:
     """Raise unless all arrays of a PyTree have an entry for each example."""
     for path, leaf in array_leaves(tree):
         if leaf.shape[:1] != (rows,):
-            raise ValueError(
+            raise UsageError(
                 f"{path} has the shape {leaf.shape} for a batch of {rows}; give it one "
                 "entry for each example."
             )

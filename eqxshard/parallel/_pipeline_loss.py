@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from .._errors import UsageError
 from ..sharding._leaves import stacked_depth
 from ..transforms._dtypes import accumulation_dtype
 from ._pipeline import (
@@ -123,7 +124,7 @@ def _constant(x: Array) -> Array:
 @_constant.defjvp
 def _(*_: Any) -> tuple[Array, Array]:
     # Called only if there is something to differentiate.
-    raise ValueError(
+    raise UsageError(
         "pipeline_loss has no gradient of target, args and weight, one of which depends "
         "here on what is differentiated; use jax.lax.stop_gradient of it, or "
         "eqxshard.parallel.pipeline where you need the gradient."
@@ -279,7 +280,7 @@ def _sum_losses(
     (head, h), (_, target, share) = params, examples
     losses = map_examples(ft.partial(loss_fn, head), rows, key, h, target)
     if jnp.shape(losses) != share.shape:
-        raise ValueError(
+        raise UsageError(
             f"loss_fn returns {format_example(losses)} for each example; have it return a "
             "scalar."
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..sharding._spec import AXES, check_axis
 from ..sharding._text import nearest_multiples
 
@@ -59,7 +60,7 @@ class Ring(NamedTuple):
     def check_divides(self, count: int, what: str) -> None:
         """Raise `ValueError` unless a number of rows, say, does."""
         if count % self.size:
-            raise ValueError(
+            raise UsageError(
                 f"the {count} {what} do not divide over {self.axis}={self.size}; use a "
                 f"multiple of {self.size}, such as {nearest_multiples(count, self.size)}."
             )

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from .._errors import UsageError
 from ..sharding._explicit import on_auto_axes
 from ..transforms._dtypes import accumulation_dtype
 from ._ring import find_ring
@@ -97,7 +98,7 @@ def ring_attention(
     window = check_window("ring_attention", window, causal, key)
     length, keys = query.shape[-3], key.shape[-3]
     if length != keys:
-        raise ValueError(
+        raise UsageError(
             f"ring_attention: {length} queries and {keys} keys; give the same number of "
             "both, or use eqxshard.nn.attention."
         )
@@ -122,14 +123,14 @@ def check_shapes(
         or 0 in (*query.shape[-3:], *key.shape[-3:])
         or query.shape[-2] % key.shape[-2]
     ):
-        raise ValueError(
+        raise UsageError(
             f"{name}: query, key and value have the shapes {query.shape}, {key.shape} and "
             f"{value.shape}; give query (*batch, seq, heads, dim), and key and value "
             "(*batch, keys, kv_heads, dim), with sizes of at least 1 and a number of heads "
             "that is a multiple of kv_heads."
         )
     if segments is not None and segments.shape != query.shape[:-2]:
-        raise ValueError(
+        raise UsageError(
             f"{name}: segments have the shape {segments.shape} and query {query.shape}; "
             f"give segments the shape {query.shape[:-2]}, one for each position."
         )
@@ -145,7 +146,7 @@ def check_window(name: str, window: int | None, causal: bool, key: Array) -> int
     if window is None:
         return None
     if window < 1 or not causal:
-        raise ValueError(
+        raise UsageError(
             f"{name}: {window=} with {causal=}; give a window of at least 1, and "
             "causal=True."
         )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped, UInt32
 
+from .._errors import UsageError
 from ..sharding._leaves import is_array
 from ..sharding._spec import axes_of, check_axis, spec_axes
 from ..sharding._text import comma_list
@@ -54,7 +55,7 @@ def all_gather_mean_grad(
     """
     axes = _check_bound(axis, "all_gather_mean_grad")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(
+        raise UsageError(
             f"all_gather_mean_grad of an array {x.shape}, which has no dim {dim}; choose a "
             f"dim below {x.ndim}."
         )
@@ -172,7 +173,7 @@ def gather_params(
             if not gathered:
                 continue
             if axes_of(entry)[-len(gathered) :] != gathered:
-                raise ValueError(
+                raise UsageError(
                     f"{path}: {spec} splits dim {dim} over {entry}, and gathering it over "
                     f"{comma_list(gathered)} alone would reorder its rows; name the axes "
                     "to gather over last."
@@ -266,7 +267,7 @@ def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
             mesh = jax.sharding.get_abstract_mesh()
             if not mesh.empty:
                 check_axis(axis, mesh, where)
-            raise ValueError(
+            raise UsageError(
                 f"{where} names the axis {axis!r}, but this code is not per device along "
                 "it; call it inside eqxshard.filter_shard_map."
             ) from None

@@ -11,6 +11,7 @@ import numpy as np
 import platformdirs
 from jax.experimental import topologies
 
+from .._errors import UsageError
 from ..sharding._files import local_path
 from ..sharding._text import nearest_multiples
 from ._targets import TPU_HOST, Compiler, Target
@@ -28,7 +29,7 @@ def find_backend(target: Target, wanted: Compiler | None) -> Compiler:
     another version than JAX.
     """
     if wanted not in (None, "cpu", target.compiler):
-        raise ValueError(
+        raise UsageError(
             f"backend={wanted!r} does not compile for the target {target.name}; use "
             f"{target.compiler!r} or 'cpu'."
         )
@@ -38,14 +39,14 @@ def find_backend(target: Target, wanted: Compiler | None) -> Compiler:
     for wheel in _WHEELS[target.compiler]:
         for found in importlib.metadata.distributions(name=wheel, path=path):
             if wheel != "libtpu" and found.version != jax.__version__:
-                raise ValueError(
+                raise UsageError(
                     f"{wheel} is of version {found.version} and JAX of {jax.__version__}, "
                     f"and they must be the same; run `{command} --upgrade`."
                 )
             return target.compiler
     if wanted is None:
         return "cpu"
-    raise ValueError(
+    raise UsageError(
         f"the compiler for {target.name} is not installed; run `{command}` (on Linux), or "
         "use backend='cpu'."
     )
@@ -77,7 +78,7 @@ def check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
         sizes["hosts"] = TPU_HOST
     for name, size in sizes.items():
         if count % size:
-            raise ValueError(
+            raise UsageError(
                 f"{count} devices are not whole {name} of {size}; use "
                 f"{nearest_multiples(count, size)}, or a Target with another per_host."
             )

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..compiled._causes import Causes
 from ..compiled._hlo import parse_module
 from ..inspect._explain import explain
@@ -64,7 +65,7 @@ def _answer(request: Request | StepRequest, dump: Path) -> Plan | int:
             return least
         lower = functools.partial(_make_step(request).lower, state, request.batch)
         for axis in repeated_axes(state, mesh_of(state), lower):
-            raise ValueError(describe_repeated(axis, request.mesh_shape[axis]))
+            raise UsageError(describe_repeated(axis, request.mesh_shape[axis]))
     return compile_plan(request, state, dump)
 
 

@@ -9,6 +9,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..sharding._files import local_path
 from ..sharding._mesh import AXES, no_such_axis, resolve_sizes
 from ..sharding._rule import Rule
@@ -167,9 +168,9 @@ def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]
     """The size of each axis of the mesh."""
     for axis in asked:
         if axis not in AXES:
-            raise ValueError(no_such_axis(axis))
+            raise UsageError(no_such_axis(axis))
     if devices is None and -1 in asked.values():
-        raise ValueError(
+        raise UsageError(
             "an axis of mesh_shape is -1, which takes the devices that are left; give "
             "devices= their number."
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..compiled._communication import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
@@ -220,7 +221,7 @@ class Plan:
         `ValueError` if there is no time line.
         """
         if self.timeline is None:
-            raise ValueError(
+            raise UsageError(
                 f"the backend {self.backend} makes no schedule of {self.target.name}, so "
                 "there is no time line; install the compiler of the target."
             )
@@ -250,7 +251,7 @@ class Plan:
         elif file.suffix.lower() == ".html":
             text = render_page(self)
         else:
-            raise ValueError(
+            raise UsageError(
                 f"a plan cannot be written as {file.name!r}; give a name that ends with "
                 ".json, .trace.json or .html."
             )

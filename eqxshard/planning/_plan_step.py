@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._errors import UsageTypeError
 from ..compiled._lowered import LoweredStep, unsplit_axes
 from ..inspect._functions import lower_function
 from ..sharding._spec import spec_axes
@@ -74,7 +75,7 @@ def plan_step(
     found = Target.named(target) if isinstance(target, str) else target or target_here()
     compiler = find_backend(found, backend)
     if "devices" in kwargs and not _takes(fn, "devices"):
-        raise TypeError(
+        raise UsageTypeError(
             "plan_step has no devices=, but counts those of the arguments' shardings; for "
             "more devices than there are here, give shardings on a "
             "jax.sharding.AbstractMesh, or give it as mesh=."

@@ -32,6 +32,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from .._errors import UsageTypeError
 from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
@@ -128,7 +129,7 @@ def dump_request(request: Request | StepRequest) -> bytes:
     try:
         _Pickler(out).dump(request)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
+        raise UsageTypeError(
             "plan compiles in another process, to which something cannot be sent "
             f"({error}); define the model, the loss function and the optimizer at the top "
             "level of a script or module."
@@ -159,7 +160,7 @@ class _Pickler(cloudpickle.Pickler):
             if script is not None and _lookup(sys.modules["__main__"], name) is obj:
                 return _from_script, (script, name)
             if isinstance(obj, type) and issubclass(obj, eqx.Module):
-                raise TypeError(f"class {obj.__name__} is in no file's top level")
+                raise UsageTypeError(f"class {obj.__name__} is in no file's top level")
         return super().reducer_override(obj)
 
 

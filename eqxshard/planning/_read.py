@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._errors import UsageError
 from ..compiled._causes import Causes
 from ..compiled._communication import (
     Collective,
@@ -205,7 +206,7 @@ def read_dump(dump: Path, devices: int, step: str) -> str:
     files = dump.glob(f"*{step}*{name}*.txt")
     latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
     if latest is None:
-        raise ValueError(
+        raise UsageError(
             "XLA wrote no text of the step, so nothing can be counted; remove --xla_dump "
             "flags from XLA_FLAGS, or use another version of JAX."
         )

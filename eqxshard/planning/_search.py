@@ -13,6 +13,7 @@ import optax
 from jaxtyping import PyTree
 from rich.table import Table
 
+from .._errors import UsageError
 from ..inspect._tables import render
 from ..pages._format import format_bytes, format_seconds
 from ..sharding._mesh import used_axes
@@ -223,7 +224,7 @@ def plan_search(
     choices = {"meshes": shapes, "make_model": models, "rule": rules, "accumulate": counts}
     for name, given in choices.items():
         if not given:
-            raise ValueError(f"there are no {name} for {devices} devices; give some.")
+            raise UsageError(f"there are no {name} for {devices} devices; give some.")
     candidates, requests = list[Candidate](), list[bytes]()
     for shape, model, by, count in itertools.product(*choices.values()):
         request = make_request(
@@ -310,7 +311,7 @@ def mesh_shapes(
     """
     for axis in axes:
         if axis not in _SEARCHED:
-            raise ValueError(
+            raise UsageError(
                 f"axes={axis!r} cannot be searched; {did_you_mean(axis, _SEARCHED)}use "
                 f"some of {comma_list(_SEARCHED)}, or give meshes=."
             )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 
+from .._errors import UsageError
 from ..sharding._peaks import peaks_of
 from ..sharding._text import comma_list, did_you_mean
 from ._efficiency import Efficiency
@@ -72,7 +73,7 @@ class Target:
         `ValueError` if it is another name.
         """
         if name not in _TARGETS:
-            raise ValueError(
+            raise UsageError(
                 f"there is no target {name!r}; {did_you_mean(name, [*_TARGETS])}use one of "
                 f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
             )
@@ -92,7 +93,7 @@ def target_here() -> Target:
     found = (each for each in _TARGETS.values() if each.kind.startswith(name))
     target = next(found, None)
     if target is None:
-        raise ValueError(
+        raise UsageError(
             f"the devices at hand ({kind}) are no known target; give target= one of "
             f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
         )

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import jax
 import tyro
 
+from .._errors import UsageError
 from .._parser import allow_closed_stdout
 from ..data._datasets import is_planning
 from ..debug._script import refuse_import
@@ -123,7 +124,7 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | No
     except SystemExit as stop:
         if not stop.code:
             raise  # After --help.
-        raise ValueError(_first_sentence(box.getvalue())) from None
+        raise UsageError(_first_sentence(box.getvalue())) from None
     for field in dataclasses.fields(parsed):
         run = getattr(parsed, field.name)
         if isinstance(run, RunConfig):
@@ -138,12 +139,12 @@ def _check_names(args_type: type) -> None:
     types = get_type_hints(args_type)
     runs = [name for name, kind in types.items() if kind is RunConfig]
     if len(runs) > 1:
-        raise ValueError(
+        raise UsageError(
             f"{comma_list(runs)} of {args_type.__name__} are all a RunConfig; keep one."
         )
     options = [field.name for field in dataclasses.fields(RunConfig)] if runs else []
     for name in filter(types.__contains__, options):
-        raise ValueError(
+        raise UsageError(
             f"{option(name)} is an option of RunConfig and an argument of this script, "
             f"{args_type.__name__}.{name}; give the argument another name."
         )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .._errors import UsageError
 from ..inspect._tables import render
 from ..pages import _kit as kit
 from ..pages._format import format_number, format_seconds
@@ -32,10 +33,10 @@ def compare_runs(folders: Sequence[str], output: str) -> str:
     `ValueError` if they are fewer than two, or one is not the folder of a run.
     """
     if len(folders) < 2:
-        raise ValueError("there is only one run to compare; give two or more folders.")
+        raise UsageError("there is only one run to compare; give two or more folders.")
     paths = [Path(folder).resolve() for folder in folders]
     if len({*paths}) < len(paths):
-        raise ValueError("two of the folders are the same; give each run once.")
+        raise UsageError("two of the folders are the same; give each run once.")
     common = os.path.commonpath(paths)
     runs = {str(path.relative_to(common)): read_run(RunFolder(path)) for path in paths}
     with showing(*paths):

@@ -16,6 +16,7 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
+from .._errors import UsageError, UsageTypeError
 from ..data._steps import Steps
 from ..trackers._packages import is_installed
 from ..training._optimizer import is_optimizer
@@ -139,45 +140,45 @@ class RunConfig:
         for name in (*counts, "save_every", "evaluate_every", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{option(name, value)} is too small; use 1 or more.")
+                raise UsageError(f"{option(name, value)} is too small; use 1 or more.")
         if self.hang_seconds is not None and not self.hang_seconds > 0:
-            raise ValueError(
+            raise UsageError(
                 f"{option('hang_seconds', self.hang_seconds)} is too small; use more than "
                 "the longest evaluation or compilation takes."
             )
         for one, other in (("epochs", "steps"), ("plan", "devices")):
             values = getattr(self, one), getattr(self, other)
             if None not in values:
-                raise ValueError(
+                raise UsageError(
                     f"{option(one, values[0])} and {option(other, values[1])} contradict "
                     "each other; give one of them."
                 )
         if not 0 <= self.seed < 2**32:
-            raise ValueError(
+            raise UsageError(
                 f"{option('seed', self.seed)} is out of range; use 0 to 2**32 - 1."
             )
         if self.output == "":
-            raise ValueError(
+            raise UsageError(
                 f"{option('output')} is empty; give a folder, or leave the option out."
             )
         if self.resume not in get_args(Resume):
-            raise ValueError(
+            raise UsageError(
                 f"{option('resume', self.resume)} is unknown; use no, yes or auto."
             )
         if self.overwrite and self.resume != "no":
-            raise ValueError(
+            raise UsageError(
                 f"{option('overwrite', True)} starts over and "
                 f"{option('resume', self.resume)} continues a run; give one of them."
             )
         for change in self.changes:
             if change not in get_args(Change):
-                raise ValueError(
+                raise UsageError(
                     f"{option('changes', change)} is unknown; use batch_size, optimizer "
                     "or model, or several of them."
                 )
         for service in self.track:
             if not is_installed(service):
-                raise ValueError(
+                raise UsageError(
                     f"{option('track', service)} needs the package {service}, which is not "
                     f"installed; install it with `pip install 'eqxshard[{service}]'`."
                 )
@@ -205,7 +206,7 @@ class RunConfig:
                 self.mesh or mesh, devices=self.devices, batch_size=self.batch_size
             )
         if self.mesh is not None or self.devices is not None:
-            raise ValueError(
+            raise UsageError(
                 "this script makes its own mesh; leave out "
                 f"{option('mesh')} and {option('devices')}, or let it give a mesh as text."
             )
@@ -216,7 +217,7 @@ def parse_plan(text: str) -> tuple[int, str]:
     """The number and the kind of devices in a text such as `512xh200`."""
     match = re.fullmatch(r"([1-9]\d*)x(\S+)", text)
     if match is None:
-        raise ValueError(
+        raise UsageError(
             f"{option('plan', text)} is not a number and a kind of devices; write one such "
             "as 512xh200."
         )
@@ -227,7 +228,7 @@ def parse_profile(text: str) -> tuple[int, int]:
     """The first and the last step in a text such as `10:15`."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last)):
-        raise ValueError(
+        raise UsageError(
             f"{text!r} are not steps to profile; write START:STOP, such as 10:15, with "
             "2 <= START <= STOP."
         )
@@ -246,14 +247,14 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
         return make_optim  # pyright: ignore[reportReturnType]
     name = getattr(make_optim, "__name__", type(make_optim).__name__)
     if not callable(make_optim):
-        raise TypeError(
+        raise UsageTypeError(
             f"make_optim is a {name}; give an optimizer, such as optax.adam(1e-3), or a "
             "function from the number of steps to one."
         )
     # It would take the number of steps as its learning rate.
     is_optax = (getattr(make_optim, "__module__", None) or "").startswith("optax")
     if is_optax or "learning_rate" in inspect.signature(make_optim).parameters:
-        raise TypeError(
+        raise UsageTypeError(
             f"make_optim={name} would get the number of steps, {steps}, as its learning "
             f"rate; give an optimizer, such as {name}(1e-3), or a function of the steps, "
             f"such as lambda steps: {name}(1e-3)."
@@ -271,9 +272,9 @@ def last_step(config: RunConfig, epochs: int | None, steps: int | None, of: Step
     if config.steps is not None or config.epochs is not None:
         epochs, steps = config.epochs, config.steps
     if (epochs is None) == (steps is None):
-        raise ValueError("train needs one of epochs= and steps=; give exactly one.")
+        raise UsageError("train needs one of epochs= and steps=; give exactly one.")
     last = steps if steps is not None else of.end(epochs or 0)
     # Optax counts steps in 32 bits.
     if not 1 <= last < 2**31:
-        raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")
+        raise UsageError(f"{last} steps are not between 1 and 2**31 - 1; use others.")
     return last

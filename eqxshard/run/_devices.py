@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .._errors import UsageError
 from ..data._datasets import is_planning
 from ..distributed import count_cores
 from ..sharding._mesh import batch_axes, make_mesh
@@ -79,16 +80,16 @@ def parse_mesh(text: str) -> dict[str, Any]:
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES:
-            raise ValueError(
+            raise UsageError(
                 f"the mesh {text!r} names the axis {axis!r}; {did_you_mean(axis, AXES)}the "
                 f"axes are {comma_list(AXES)}."
             )
         if axis in sizes:
-            raise ValueError(f"the mesh {text!r} has {axis} twice; give it one size.")
+            raise UsageError(f"the mesh {text!r} has {axis} twice; give it one size.")
         try:
             sizes[axis] = int(size)
         except ValueError:
-            raise ValueError(
+            raise UsageError(
                 f"the mesh {text!r} has no size in {part.strip()!r}; write {axis}=2."
             ) from None
     return sizes
@@ -144,7 +145,7 @@ def find_devices(count: int | None = None) -> list[Any]:
     processes.
     """
     if is_planning():
-        raise ValueError(
+        raise UsageError(
             "the script asks for devices before it trains, and those of a plan are not "
             "there; give eqxshard.train the mesh as text, such as mesh='fsdp=-1'."
         )
@@ -154,19 +155,19 @@ def find_devices(count: int | None = None) -> list[Any]:
     except (AssertionError, RuntimeError) as error:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         reason = " ".join(str(error).split()) or "the plugin for it is not installed"
-        raise ValueError(
+        raise UsageError(
             f"JAX finds no devices for JAX_PLATFORMS={platforms}: {reason}; unset it, or "
             "install JAX for the accelerator, such as jax[cuda12]."
         ) from error
     if count is None or count == len(found):
         return found
     if not 1 <= count <= len(found):
-        raise ValueError(
+        raise UsageError(
             f"{count} devices were asked for, and there are {len(found)} x "
             f"{found[0].platform}; use 1 to {len(found)}."
         )
     if jax.process_count() > 1:
-        raise ValueError(
+        raise UsageError(
             f"{count} devices are not all {len(found)} of {jax.process_count()} processes; "
             "use all of them, or start fewer processes."
         )

@@ -8,12 +8,13 @@ from types import TracebackType
 
 import jax
 
+from .._errors import UsageError
 from .._parser import is_stdout_closed
 from ..compiled._causes import is_ours, is_users
 from ..distributed import exit_process
 from ..planning._process import ELSEWHERE
 from ..sharding._text import say
-from ..training._advice import raises_on_purpose, traceback_steps
+from ..training._advice import traceback_steps
 from ..training._memory import is_out_of_memory
 
 _JAX_HIDES = "JAX has removed its internal frames"
@@ -25,30 +26,14 @@ _NO_MEMORY = (
 )
 
 
-class UsageError(ValueError):
-    """A mistake in how a script is used, such as options that contradict each other.
-
-    Raise it in a script, or in a model that it makes, with a sentence that says what is
-    wrong and what to do. [`eqxshard.cli`][] prints the sentence alone, and ends with exit
-    status 2. Other errors of a script are taken for bugs, and shown with their traceback.
-
-    !!! Example
-
-        ```python
-        if args.rank < 1:
-            raise eqxshard.UsageError(f"--rank {args.rank} is too small; use 1 or more.")
-        ```
-    """
-
-
 @contextlib.contextmanager
 def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
     """End the process at an error: with one line if it was raised on purpose.
 
-    Those are a `UsageError`, and the `ValueError`s, `FloatingPointError`s and `OSError`s
-    of this library: exit status 2, as where memory is not enough for the first steps of a
-    run. Another error is a bug. Its traceback shows the user's
-    own code alone, whose last line is the place to look at: exit status 1.
+    Those are a `UsageError`, and an `OSError` where this library asked for the file: exit
+    status 2, as where memory is not enough for the first steps of a run. Another error is
+    a bug. Its traceback shows the user's own code alone, whose last line is the place to
+    look at: exit status 1.
 
     **Arguments:**
 
@@ -93,9 +78,7 @@ def _is_on_purpose(error: Exception) -> bool:
     if isinstance(error, OSError):
         # It may come from deep in Python; who asked for the file is to blame.
         return _is_in_ours(error)
-    if not isinstance(error, ValueError | FloatingPointError):
-        return False
-    return raises_on_purpose([*traceback_steps(error)][-1])
+    return False
 
 
 def _is_in_ours(error: Exception) -> bool:

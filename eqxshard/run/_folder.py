@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
@@ -99,24 +100,24 @@ class RunFolder:
         found.append(self._find_foreign())
         steps, exists, has_checkpoints, foreign = broadcast_from_first(found)
         if has_checkpoints:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} is a folder of checkpoints, not of a run; give the run's, "
                 f"such as {self.path.parent}."
             )
         if foreign is not None:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path / foreign} is not of a run of eqxshard, and one would replace "
                 f"it; give another {option('output')}."
             )
         if resume == "no" and steps and not overwrite:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} has a run at step {steps[-1]}; use "
                 f"{setting('resume', 'auto')} to continue it, "
                 f"{setting('overwrite', True)} to remove it and start over, or another "
                 f"{option('output')}."
             )
         if resume == "yes" and not exists:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} has no run to resume; leave {option('resume')} out, or use "
                 f"{setting('resume', 'auto')}."
             )

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree
 
+from .._errors import UsageError
 from ..compiled._findings import Lint
 from ..data._host import HostBatches, Transform
 from ..data._loader import Loader, Remainder
@@ -101,7 +102,7 @@ class TrainingData:
             workers=self.workers,
         )
         if config.batch_size > self.examples:
-            raise ValueError(
+            raise UsageError(
                 f"{option('batch_size', config.batch_size)} is more than the "
                 f"{self.examples} examples; use fewer."
             )
@@ -190,7 +191,7 @@ class Training:
         if self.train_step is not None:
             return self.train_step
         if self.loss_fn is None or isinstance(self.make_model, Mapping):
-            raise ValueError(
+            raise UsageError(
                 "train makes the step of one model and its loss_fn; give your own as "
                 "train_step= to train otherwise."
             )
@@ -289,4 +290,4 @@ def check_metrics(
         if name.startswith("train/") or evaluated:
             hint = did_you_mean(meant if meant in names else name, names)
             remedy = f"{hint}use one of {comma_list(names)}"
-        raise ValueError(f"{who}={name!r} is no metric of this run; {remedy}.")
+        raise UsageError(f"{who}={name!r} is no metric of this run; {remedy}.")

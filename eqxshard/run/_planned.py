@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
+from .._errors import UsageError
 from ..data._datasets import add_note, planning
 from ..data._steps import Steps
 from ..planning._make_plan import plan
@@ -54,7 +55,7 @@ class PlannedRun:
 
     def _arguments(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         if self.training.train_step is not None:
-            raise ValueError(
+            raise UsageError(
                 "this script gives train a step of its own, which is not planned; give "
                 "eqxshard.plan its models and losses in Python."
             )
@@ -69,16 +70,16 @@ class PlannedRun:
 
     def _mesh_sizes(self, devices: int) -> dict[str, int]:
         if devices < 1:
-            raise ValueError(f"--devices {devices} is too small; use 1 or more.")
+            raise UsageError(f"--devices {devices} is too small; use 1 or more.")
         if isinstance(self.mesh, str):
             sizes = complete_mesh(parse_mesh(self.config.mesh or self.mesh))
             try:
                 return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
             except ValueError as error:
                 # It is a mesh of the script, which the user may not have chosen.
-                raise ValueError(f"{str(error).rstrip('.')}, by --mesh.") from None
+                raise UsageError(f"{str(error).rstrip('.')}, by --mesh.") from None
         if self.config.mesh is not None or self.mesh.size != devices:
-            raise ValueError(
+            raise UsageError(
                 f"this script makes its own mesh, of {self.mesh.size} devices; let it give "
                 "eqxshard.train the mesh as text, such as mesh='fsdp=-1', to plan others."
             )
@@ -143,7 +144,7 @@ def planned_by(planner: Planner) -> Iterator[None]:
                 raise
         finally:
             _planner.reset(token)
-    raise ValueError(
+    raise UsageError(
         f"{sys.argv[0]} does not call eqxshard.train, so there is nothing to plan; give a "
         "script that does, or use eqxshard.plan in Python."
     )
@@ -166,7 +167,7 @@ def plan_script(
     """
     path = Path(script)
     if not path.is_file():
-        raise ValueError(f"there is no script {path}; give the path of one.")
+        raise UsageError(f"there is no script {path}; give the path of one.")
     before = sys.argv, [*sys.path]
     sys.argv, sys.path[:] = [str(path), *options], [str(path.resolve().parent), *sys.path]
     try:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._errors import UsageError
 from ..checkpoint._best import best_of
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
@@ -220,9 +221,9 @@ def read_run(folder: RunFolder) -> RecordedRun:
     if not folder.path.is_dir():
         what = f"{folder.path} is a file" if folder.path.exists() else ""
         what = what or f"there is no folder {folder.path}"
-        raise ValueError(f"{what}; give the folder of a run.")
+        raise UsageError(f"{what}; give the folder of a run.")
     if not (folder.metrics.exists() or folder.record.exists()):
-        raise ValueError(
+        raise UsageError(
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
@@ -334,7 +335,7 @@ def showing(*folders: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
+        raise UsageError(
             f"what the files of {', '.join(map(str, folders))} say cannot be shown "
             f"({type(error).__name__}: {error}); correct or remove the one that is damaged "
             "or of another version: run.json, metrics.jsonl or plan.json."

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._text import say
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
@@ -220,14 +221,14 @@ def name_settings(settings: Any, config: RunConfig) -> dict[str, Any]:
     options = dict(_entries(config))
     named: dict[str, Any] = {}
     if settings is not None and not _is_group(settings):
-        raise TypeError(
+        raise UsageTypeError(
             f"settings= is a {type(settings).__name__}; give a dataclass or a dict, such "
             "as vars(it)."
         )
     for path, value in _flatten(settings or {}):
         name = f"settings.{path}" if path in options else path
         if name in named:
-            raise ValueError(f"two settings are called {name!r}; rename one of them.")
+            raise UsageError(f"two settings are called {name!r}; rename one of them.")
         named[name] = value
     return {name: _as_json(value) for name, value in {**named, **options}.items()}
 

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..checkpoint._best import Mode
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaf_rules import replicate
@@ -78,7 +79,7 @@ def restore_model(
     config = RunConfig() if config is None else config
     config.check()
     if folder is not None and config.output is not None:
-        raise ValueError(
+        raise UsageError(
             f"restore_model was given two folders, {os.fspath(folder)!r} and that of "
             f"config, {config.output!r}; give one."
         )
@@ -113,7 +114,7 @@ def _choose(
     kept, kept_mode = record.get("best"), record.get("mode")
     is_unclear = best is None or (best == kept and mode != kept_mode)
     if kept is not None and is_unclear:
-        raise ValueError(
+        raise UsageError(
             f"the run in {run.path} kept the {kept_mode} of {kept}; give best={kept!r} "
             f"with mode={kept_mode!r}, or step= the one to read."
         )
@@ -124,7 +125,7 @@ def _choose(
         known = sorted(name for name in known if name.startswith("eval/"))
         hint = f"they have {comma_list(known)}; " if known else ""
         hint = did_you_mean(best, known) or hint
-        raise ValueError(
+        raise UsageError(
             f"no checkpoint in {run.checkpoints} has a value of {best}; {hint}use "
             "another metric, or step='newest'."
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..checkpoint._best import Mode, best_mode
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._programs import keep_programs
@@ -221,7 +222,7 @@ def train(
     if is_planning():
         end_with_plan(PlannedRun(config, mesh, data, training, epochs, steps))
     if config.plan is not None:
-        raise ValueError(
+        raise UsageError(
             f"plan={config.plan!r} is an option of a command line; call train in the main "
             "function of eqxshard.cli, or run `python -m eqxshard plan SCRIPT`."
         )
@@ -233,7 +234,7 @@ def train(
     timed = training.for_steps(last)
     step = timed.make_step()
     if config.keep_programs and not isinstance(step, TrainStep):
-        raise ValueError(
+        raise UsageError(
             f"{option('keep_programs')} is for the step that train makes of a loss_fn, and "
             "this script has a step of its own; leave it out."
         )
@@ -415,7 +416,7 @@ def _profile(steps: str, folder: RunFolder, last: int) -> Profile:
     """The profile that `--profile` asks for."""
     first, end = parse_profile(steps)
     if first > last:
-        raise ValueError(
+        raise UsageError(
             f"{option('profile', steps)} begins after the last step, {last}; use steps of "
             "this run."
         )

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from .._errors import UsageError
 from ._leaf_rules import zero1
 from ._rule import (
     AbstractRule,
@@ -34,7 +35,7 @@ class _SeveralRules(AbstractRule):
     def __init__(self, *rules: Rule):
         for rule in rules:
             if isinstance(rule, offload):
-                raise ValueError(
+                raise UsageError(
                     f"{rule_name(rule)} is inside another rule, and offload goes around "
                     "all; write offload(combine(...)) or offload(first_match(...))."
                 )
@@ -116,7 +117,7 @@ class combine(_SeveralRules):
             for dim, entry in enumerate(decision.spec):
                 for axis in axes_of(entry):
                     if axis in split_by:
-                        raise ValueError(
+                        raise UsageError(
                             f"{path or 'the array'} {leaf.shape}: both {split_by[axis]} "
                             f"and {decision.rule} split it over the axis {axis!r}, which "
                             "can split one dim only; leave it to one of the two."
@@ -182,7 +183,7 @@ class offload(AbstractRule):
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
         """The devices must reach host memory; the rule inside checks itself."""
         if jax.__version_info__ < (0, 10, 2):
-            raise ValueError(
+            raise UsageError(
                 f"{self.label} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
                 "upgrade it, or leave offload out."
             )
@@ -190,7 +191,7 @@ class offload(AbstractRule):
             kinds = [memory.kind for memory in device.addressable_memories()]
             # Devices that are only there to compile for list none.
             if kinds and HOST_MEMORY not in kinds:
-                raise ValueError(
+                raise UsageError(
                     f"{self.label} needs memory of the kind {HOST_MEMORY!r}, and {device} "
                     f"has {comma_list(kinds)}; leave offload out."
                 )

@@ -19,6 +19,7 @@ import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import AbstractArray, PyTree
 
+from .._errors import UsageError
 from ._layer_dims import known_layer
 from ._leaves import format_array, leaf_path
 from ._text import comma_list
@@ -29,7 +30,7 @@ Dims = tuple[str | None, ...]
 _REST = "..."
 
 
-class AnnotationError(ValueError):
+class AnnotationError(UsageError):
     """An annotation that is wrong: an error for the rules that need it.
 
     - `words`: what it says, among them the dims that it may have meant.

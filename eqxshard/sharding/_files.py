@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from .._errors import UsageError
+
 _T = TypeVar("_T")
 
 #: The most bytes that a name may have, and a path, to which names of ours are added.
@@ -53,14 +55,14 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
     """
     text = as_text(path)
     if is_remote(text):
-        raise ValueError(f"{what} {text!r} is a URL; give a path on this machine.")
+        raise UsageError(f"{what} {text!r} is a URL; give a path on this machine.")
     if not text.strip():
-        raise ValueError(f"{what} {text!r} is blank; give a path.")
+        raise UsageError(f"{what} {text!r} is blank; give a path.")
     path = Path(os.path.abspath(os.path.expanduser(text)))
     longest = max(len(os.fsencode(name)) for name in path.parts)
     whole = len(os.fsencode(path))
     if longest > _LONGEST_NAME or whole > _LONGEST_PATH:
-        raise ValueError(
+        raise UsageError(
             f"{what} {text[:40]!r}... is too long: {longest:,} bytes in one name, and "
             f"{whole:,} in all, of {_LONGEST_NAME} and {_LONGEST_PATH:,}; give a shorter "
             "path."
@@ -80,7 +82,7 @@ def writable_path(path: str | os.PathLike[str], what: str) -> Path:
         for encoding in (sys.getfilesystemencoding(), "utf-8"):
             os.fspath(found).encode(encoding)
     except UnicodeEncodeError:
-        raise ValueError(
+        raise UsageError(
             f"{what}, {os.path.abspath(as_text(path))!a}, has characters that cannot be "
             f"written here, where names are in {sys.getfilesystemencoding()}; set "
             "LC_ALL=C.UTF-8, or give another name."
@@ -99,7 +101,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{os.fspath(path)!r} is not a regular file; give one that is.")
+        raise UsageError(f"{os.fspath(path)!r} is not a regular file; give one that is.")
     return os.fdopen(descriptor, "rb")
 
 
@@ -110,7 +112,7 @@ def read_bytes(path: Any) -> bytes:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:
-            raise ValueError(
+            raise UsageError(
                 f"{os.fspath(path)!r} has {size:,} bytes, more than a file of its kind; "
                 "give another one."
             )
@@ -156,7 +158,7 @@ def read_json(path: Any) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             f"{os.fspath(path)!r} is not JSON ({error}); it is damaged, or another file."
         ) from None
 
@@ -166,12 +168,12 @@ def parse_json(text: str | bytes) -> Any:
     try:
         values = json.loads(text)
     except RecursionError:
-        raise ValueError("it nests too deep") from None
+        raise UsageError("it nests too deep") from None
     level = [values]
     for _ in range(_MOST_DEPTH):
         level = [part for node in level for part in _children(node)]
     if level:
-        raise ValueError("it nests too deep")
+        raise UsageError("it nests too deep")
     return values
 
 

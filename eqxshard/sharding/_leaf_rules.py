@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from .._errors import UsageError, UsageTypeError
 from ._dims import AnnotationError
 from ._rule import AbstractRule, Decision, Leaves, axes_by_dim, leaf_dims
 from ._spec import (
@@ -167,7 +168,7 @@ class _Zero1Update(fsdp):
 
 def _check_size(min_size: int) -> None:
     if not isinstance(min_size, int | float):
-        raise TypeError(
+        raise UsageTypeError(
             f"min_size={min_size!r} is not a number of elements; write axis={min_size!r} "
             "to name an axis."
         )
@@ -207,12 +208,12 @@ class by_path(AbstractRule):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(
+                raise UsageError(
                     f"by_path: {pattern!r} is not a regular expression ({error}); escape "
                     "its special characters with a backslash."
                 ) from None
             if not isinstance(spec, PartitionSpec):
-                raise TypeError(
+                raise UsageTypeError(
                     f"by_path: {pattern!r} has {spec!r}, which is not a PartitionSpec; "
                     "write a jax.P, such as P('tensor'), or P() to replicate the array."
                 )
@@ -233,7 +234,7 @@ class by_path(AbstractRule):
         """Every pattern must match a leaf: most likely it is misspelt."""
         for pattern, _ in self.specs:
             if not any(re.search(pattern, path) for path in leaves):
-                raise ValueError(
+                raise UsageError(
                     f"by_path: {pattern!r} matches no leaf; {did_you_mean(pattern, leaves)}"
                     f"the paths are {first_few([*leaves])}."
                 )
@@ -320,7 +321,7 @@ class by_dim(AbstractRule):
             if hint or len(missing) == len(names):
                 if wrong:  # It may have the name.
                     raise wrong[0]
-                raise ValueError(
+                raise UsageError(
                     f"by_dim: no leaf has a dim {name!r}; {hint}their dims are "
                     f"{comma_list(sorted(found)) or 'not annotated'}."
                 )

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
+
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is a JAX array or a `jax.ShapeDtypeStruct`."""
@@ -64,12 +66,12 @@ def check_dtypes(
     """
     for name, leaf in leaves:
         if isinstance(leaf, np.ma.MaskedArray):
-            raise TypeError(
+            raise UsageTypeError(
                 f"{name or 'the leaf'} is a masked array, and JAX has no masks; fill it, "
                 "with x.filled(0), or leave the rows out by their weight."
             )
         if isinstance(leaf, np.ndarray | np.generic) and not _is_known(leaf.dtype):
-            raise TypeError(
+            raise UsageTypeError(
                 f"{name or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which JAX "
                 f"does not have; {_conversion(leaf.dtype) or remedy}."
             )
@@ -108,7 +110,7 @@ def stacked_depth(layers: PyTree) -> int:
     shapes = {path: leaf.shape for path, leaf in array_leaves(layers)}
     depths = {shape[:1] for shape in shapes.values()}
     if len(depths) != 1 or () in depths:
-        raise ValueError(
+        raise UsageError(
             f"the arrays of the layers have the shapes {shapes}, without a common leading "
             "dim; stack the layers with eqx.filter_vmap(make_layer)(keys)."
         )

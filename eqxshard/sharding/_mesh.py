@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ._spec import AXES, axis_sizes, format_sizes
 from ._text import comma_list, count_devices, did_you_mean, format_mesh, nearest_multiples
@@ -69,12 +70,12 @@ def make_mesh(
         ```
     """
     for axis in unknown:
-        raise TypeError(no_such_axis(axis))
+        raise UsageTypeError(no_such_axis(axis))
     if data is None:
         data = 1 if -1 in (fsdp, tensor, context, expert, stage) else -1
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
-        raise ValueError("devices is empty; give at least one, or leave it out for all.")
+        raise UsageError("devices is empty; give at least one, or leave it out for all.")
     asked = dict(
         stage=stage, data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor
     )
@@ -110,7 +111,7 @@ def _axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
     names = (explicit,) if isinstance(explicit, str) else explicit
     for axis in names:
         if axis not in AXES:
-            raise ValueError(f"explicit={explicit!r}: {no_such_axis(axis)}")
+            raise UsageError(f"explicit={explicit!r}: {no_such_axis(axis)}")
     return tuple(AxisType.Explicit if a in names else AxisType.Auto for a in AXES)
 
 
@@ -145,7 +146,7 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     for axis in axes:
         if axis not in mesh.axis_names:
-            raise ValueError(
+            raise UsageError(
                 f"batch_axes={axes} names the axis {axis!r}, which the mesh does not have; "
                 f"its axes are {comma_list(mesh.axis_names)}."
             )
@@ -178,7 +179,7 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
 def check_is_mesh(mesh: Any) -> None:
     """Raise `TypeError` for text, or whatever else is no mesh."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(
+        raise UsageTypeError(
             f"mesh={mesh!r} is not a mesh; make it with eqxshard.make_mesh, or from text "
             "with eqxshard.run.mesh_from_text."
         )
@@ -188,12 +189,12 @@ def check_mesh(mesh: Mesh) -> None:
     """Raise unless this is a mesh, and it is known which of its axes split the batch."""
     check_is_mesh(mesh)
     if AxisType.Manual in mesh.axis_types:
-        raise ValueError(
+        raise UsageError(
             f"the mesh has the axis types {mesh.axis_types}, and Manual axes are for "
             "jax.shard_map; give Auto or Explicit ones."
         )
     if not batch_axes(mesh) and not {*mesh.axis_names} <= {*AXES}:
-        raise ValueError(
+        raise UsageError(
             f"the mesh has the axes {comma_list(mesh.axis_names)}, and none is called data "
             "or fsdp; say which split the batch, with eqxshard.name_batch_axes(mesh, "
             "batch_axes=(...))."
@@ -211,12 +212,12 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> Non
     devices = math.prod(sizes.values())
     parts = devices * accumulate
     if batch_size < 1:
-        raise ValueError(
+        raise UsageError(
             f"batch size {batch_size} is not positive; use a multiple of {parts}."
         )
     if batch_size % parts:
         each = f", each with accumulate={accumulate} parts" if accumulate > 1 else ""
-        raise ValueError(
+        raise UsageError(
             f"batch size {batch_size} does not divide over {format_sizes(sizes)} = "
             f"{count_devices(devices)}{each}; use a multiple of {parts}, such as "
             f"{nearest_multiples(batch_size, parts)}."
@@ -265,13 +266,13 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     """Replace -1 by the remaining devices; check that the product is `count`."""
     for axis, size in asked.items():
         if not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-            raise ValueError(
+            raise UsageError(
                 f"axis {axis}={size!r} must be at least 1; give a size, or -1 for what "
                 "is left."
             )
     rest = [axis for axis, size in asked.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(
+        raise UsageError(
             f"{' and '.join(rest)} are both -1, and only one axis can take what is left; "
             "give the other a size."
         )
@@ -284,7 +285,7 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     sizes = used_axes(fixed)
     terms = format_sizes(sizes) + (f" = {product}" if len(sizes) > 1 else "")
     fits = "divides" if rest else "is"
-    raise ValueError(
+    raise UsageError(
         f"mesh {terms} does not fit the {count_devices(count)}; choose sizes whose "
         f"product {fits} {count}, set one axis to -1, or use another number of devices."
     )
@@ -301,7 +302,7 @@ def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
         known = None not in granules
         if known and len(granules) == asked and len({*granules.values()}) == 1:
             return name
-    raise ValueError(
+    raise UsageError(
         f"dcn={dict(dcn)} asks for {asked} hosts or slices of as many devices each, but "
         f"the devices belong to {len(counts['process_index'])} and "
         f"{len(counts['slice_index'])}; make the product of dcn equal to one of these."
@@ -312,7 +313,7 @@ def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int
     for axis, n in dcn.items():
         size = sizes.get(axis, 0)
         if not isinstance(n, int | np.integer) or not 1 <= n <= size or size % n:
-            raise ValueError(
+            raise UsageError(
                 f"dcn={{{axis!r}: {n!r}}} does not divide an axis of the mesh, "
                 f"{format_mesh(sizes)}; give an axis, and a divisor of its size."
             )

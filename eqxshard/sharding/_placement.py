@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ._dims import logical_dims
 from ._explicit import constrain_to
 from ._leaves import array_leaves, check_dtypes, is_array, leaf_path
@@ -74,7 +75,7 @@ def decide_leaves(
     if unclaimed:
         more = f" (nor {len(unclaimed) - 1} more)" if len(unclaimed) > 1 else ""
         name = rule_name(rule)
-        raise ValueError(
+        raise UsageError(
             f"{name} does not claim {unclaimed[0]}{more}; name it in the rule, or "
             f"replicate everything else with first_match({name}, replicate())."
         )
@@ -168,7 +169,7 @@ def broadcast_prefix(
 
     def repeat(sharding: Any, part: PyTree) -> None:
         if not isinstance(sharding, Sharding | None):
-            raise TypeError(
+            raise UsageTypeError(
                 f"{sharding!r} is a {type(sharding).__name__}, not a sharding; write "
                 "jax.NamedSharding(mesh, spec), or None to leave arrays where they are."
             )
@@ -179,7 +180,7 @@ def broadcast_prefix(
             repeat, shardings, tree, is_leaf=lambda x: x is None or isinstance(x, Sharding)
         )
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             "the shardings are not a prefix of the PyTree that they are for; give one "
             f"sharding for all of it, or what eqxshard.shardings made of it. ({error})"
         ) from None

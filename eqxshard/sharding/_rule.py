@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._errors import UsageError, UsageTypeError
 from ._spec import axes_of, check_spec, spec_on
 
 #: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
@@ -105,11 +106,11 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
             rule.check(leaves, mesh)
         return
     if isinstance(rule, type):
-        raise TypeError(
+        raise UsageTypeError(
             f"rule={rule.__name__} is a class, not a rule; call it: {rule.__name__}()."
         )
     if not callable(rule):
-        raise TypeError(
+        raise UsageTypeError(
             f"rule={rule!r} is not a rule; give one such as eqxshard.fsdp() or "
             "eqxshard.by_path({...: P(...)}), or a function of (path, leaf, mesh) that "
             "returns a jax.P or None."
@@ -139,13 +140,13 @@ def _check_decision(
     decision: Decision, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
 ) -> None:
     if not isinstance(decision.spec, PartitionSpec):
-        raise TypeError(
+        raise UsageTypeError(
             f"the rule {decision.rule} returned {decision.spec!r} for "
             f"{path or 'the array'}; return a jax.P, or None to leave the leaf to other "
             "rules."
         )
     if PartitionSpec.UNCONSTRAINED in tuple(decision.spec):
-        raise ValueError(
+        raise UsageError(
             f"the rule {decision.rule} leaves a dim of {path or 'the array'} "
             "UNCONSTRAINED, which only activations can be; write None or an axis."
         )

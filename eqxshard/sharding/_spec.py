@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._errors import UsageError
 from ._text import comma_list, did_you_mean
 
 #: The axes of `make_mesh`, slowest link first. A mesh of some of them is as one where the
@@ -64,7 +65,7 @@ def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
     """Raise `ValueError` unless the mesh has the axis, or could: one with axes of ours."""
     is_ours = {*mesh.axis_names} <= {*AXES}
     if axis not in mesh.shape and not (is_ours and axis in AXES):
-        raise ValueError(
+        raise UsageError(
             f"{where} names the axis {axis!r}, which the mesh does not have; "
             f"{did_you_mean(axis, mesh.axis_names)}its axes are "
             f"{comma_list(mesh.axis_names)}."
@@ -77,7 +78,7 @@ def check_spec(
     """Raise `ValueError` unless a spec fits an array and a mesh."""
     where = f"{path or 'the array'} {shape}: {spec}"
     if len(spec) > len(shape):
-        raise ValueError(
+        raise UsageError(
             f"{where} has {len(spec)} entries and the array {len(shape)} dims; give at "
             "most one entry per dim."
         )
@@ -87,7 +88,7 @@ def check_spec(
         for axis in axes:
             check_axis(axis, mesh, where)
             if axis in seen:
-                raise ValueError(
+                raise UsageError(
                     f"{where} uses the axis {axis!r} twice; an axis can split one dim only."
                 )
             seen.add(axis)
@@ -95,7 +96,7 @@ def check_spec(
         parts = math.prod(sizes.values())
         if shape[dim] % parts:
             sizes = format_sizes(sizes)
-            raise ValueError(
+            raise UsageError(
                 f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
                 f"not divide it; choose a dim that is a multiple of {parts}, or do not "
                 "split this one."

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
+from .._errors import UsageError
 from ..compiled._communication import KINDS, Collective, find_collectives
 from ..compiled._hlo import parse_module
 from ..inspect._tables import render
@@ -153,7 +154,7 @@ def assert_collectives(
     at_most, exactly = at_most or {}, exactly or {}
     for kind in (*at_most, *exactly):
         if kind not in KINDS:
-            raise ValueError(
+            raise UsageError(
                 f"{kind!r} is not a kind of collective; use one of {comma_list(KINDS)}."
             )
     found = collectives(step, *args)

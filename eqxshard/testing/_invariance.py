@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import make_mesh, used_axes
@@ -130,12 +131,12 @@ def assert_mesh_invariant(
         ```
     """
     if isinstance(meshes, Mapping):
-        raise TypeError(f"meshes={meshes!r} is one mesh; write [{meshes!r}].")
+        raise UsageTypeError(f"meshes={meshes!r} is one mesh; write [{meshes!r}].")
     rules = rules if isinstance(rules, Sequence) else [rules]
     key = jax.random.key(0) if key is None else key
     given = batch if isinstance(batch, list) else [batch]
     if steps < 1 or not (given and meshes and rules):
-        raise ValueError(
+        raise UsageError(
             f"{steps} steps on {len(given)} batches, {len(meshes)} meshes and "
             f"{len(rules)} rules leave nothing to compare; use at least 1 of each."
         )
@@ -166,7 +167,7 @@ def _make_mesh(sizes: Sizes) -> Mesh:
     """A mesh of the first devices."""
     needed, present = math.prod(sizes.values()), jax.device_count()
     if not 0 < needed <= present:
-        raise ValueError(
+        raise UsageError(
             f"the mesh {format_mesh(sizes)} needs {count_devices(needed)}, and there are "
             f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
             f"{needed}) before anything else uses JAX, such as at the top of "

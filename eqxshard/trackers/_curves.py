@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..pages._format import format_value
 from ..sharding._files import local_path
 from ._files import Seldom, writing
@@ -44,7 +45,7 @@ class Curves:
         self._new_figure = matplotlib.Figure
         self._path = local_path(path, "the file")
         if self._path.suffix.lower() not in (".png", ""):
-            raise ValueError(
+            raise UsageError(
                 f"Curves writes a PNG, but {os.fspath(path)!r} has another extension; use "
                 f"{self._path.with_suffix('.png').name!r}."
             )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .._errors import UsageError
 from ..sharding._files import read_json
 
 
@@ -20,7 +21,7 @@ def writing(path: Path) -> Iterator[None]:
         # The system's own message would be that a file exists, or give another path.
         files = [os.fspath(folder) for folder in path.parents if os.path.isfile(folder)]
         why = f"{files[0]!r} is a file and not a folder" if files else error.strerror
-        raise ValueError(
+        raise UsageError(
             f"cannot write {os.fspath(path)!r}: {why}; use a path in a folder that can be "
             "written to."
         ) from error

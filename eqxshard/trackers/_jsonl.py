@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..sharding._files import local_path, open_file, parse_json
 from ._files import write_whole, writing
 from ._tracker import Value, numbers
@@ -78,7 +79,7 @@ class JSONLines:
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write a line of the numbers, without pictures."""
         if self._file.closed:
-            raise ValueError(
+            raise UsageError(
                 f"{os.fspath(self._path)!r} is closed; continue with a new "
                 f"JSONLines(..., keep_until={step - 1})."
             )
@@ -150,7 +151,7 @@ def read_whole_lines(
     with open_file(path) as file:
         while data := file.readline(_LONGEST_LINE):
             if len(data) == _LONGEST_LINE:
-                raise ValueError(
+                raise UsageError(
                     f"{os.fspath(path)!r} has a line of {_LONGEST_LINE:,} bytes or more; "
                     "it is damaged, or another file."
                 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..distributed import is_main_process
 from ._files import KeptRun
 from ._packages import load, one_line
@@ -75,7 +76,7 @@ class MLflow:
             if new:
                 self._kept.id = self._create(name, settings)
         except Exception as error:
-            raise ValueError(
+            raise UsageError(
                 f"MLflow cannot create a run at {mlflow.get_tracking_uri()}: "
                 f"{one_line(error)} Set MLFLOW_TRACKING_URI to a server that answers."
             ) from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from .._errors import UsageError
 from ..pages._format import format_number, format_value
 from ._tracker import Value, metrics, numbers
 
@@ -46,7 +47,7 @@ class ProgressBar:
         from rich.console import Console
 
         if total_steps < 1:
-            raise ValueError(f"total_steps={total_steps} must be at least 1.")
+            raise UsageError(f"total_steps={total_steps} must be at least 1.")
         self._total = total_steps
         self._console = Console(stderr=True) if console is None else console
         # Started with the first values, so that a run that fails before its first step

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
 
+from .._errors import UsageError, UsageTypeError
+
 
 class Image:
     """A picture to log: `loop.log({"samples": eqxshard.trackers.Image(pixels)})`.
@@ -41,7 +43,7 @@ class Image:
             found = np.round(255 * cut).astype(np.uint8)
         is_image = found.ndim == 3 and found.shape[-1] in (1, 3, 4) and found.size
         if found.dtype != np.uint8 or not is_image:
-            raise ValueError(
+            raise UsageError(
                 f"an array of {given.dtype} and shape {given.shape} is not an image; give "
                 "rows by columns, or rows by columns by 1, 3 or 4 channels, of bytes "
                 "(uint8) or of floating-point numbers from 0 to 1."
@@ -115,13 +117,13 @@ def check_trackers(trackers: Sequence[Any]) -> None:
     """Refuse trackers without the methods that `fit` calls, before it does."""
     if not isinstance(trackers, Collection):
         what = type(trackers).__name__
-        raise TypeError(f"trackers= is a {what}; give a list, such as trackers=[it].")
+        raise UsageTypeError(f"trackers= is a {what}; give a list, such as trackers=[it].")
     for tracker in trackers:
         try:
             inspect.signature(tracker.log).bind(0, {})
             inspect.signature(tracker.close).bind(None)
         except (AttributeError, TypeError):
-            raise TypeError(
+            raise UsageTypeError(
                 f"a {type(tracker).__name__} is not a tracker; give an object with "
                 "log(step, values) and close(error=None)."
             ) from None

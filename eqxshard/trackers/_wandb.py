@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import UsageError
 from ..distributed import is_main_process
 from ._files import KeptRun
 from ._packages import load, one_line
@@ -98,7 +99,7 @@ class WandB:
         try:
             return self._wandb.init(**options)
         except (errors.UsageError, errors.AuthenticationError) as error:
-            raise ValueError(
+            raise UsageError(
                 f"W&B refuses the run: {one_line(error)} Log in with `wandb login`, or set "
                 "WANDB_MODE=offline to write files that `wandb sync` uploads later."
             ) from error

@@ -1,7 +1,6 @@
 """What a user sees of a mistake: a note on the batch it was with, a short traceback."""
 
 import contextlib
-import dis
 import re
 import sys
 import traceback
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
@@ -55,7 +55,7 @@ def _shorten(error: Exception, steps: Sequence[TracebackType]) -> None:
     if any(is_users(step.tb_frame.f_code.co_filename) for step in inner):
         # A library of the user's may be between, and calls what failed.
         start.tb_next = next(step for step in inner if not _is_between(step))
-    elif inner and raises_on_purpose(inner[-1]):
+    elif inner and isinstance(error, UsageError):
         start.tb_next = inner[-1]
     # What JAX caught inside of itself says nothing to its user.
     cause = error.__cause__
@@ -79,16 +79,6 @@ def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
     while step is not None:
         yield step
         step = step.tb_next
-
-
-def raises_on_purpose(step: TracebackType) -> bool:
-    """Whether this library has a `raise` there, rather than a call that failed."""
-    code = step.tb_frame.f_code
-    if not is_ours(code.co_filename):
-        return False
-    # None is at it where a call is under way: JAX makes such a traceback anew.
-    at = [x for x in dis.get_instructions(code) if x.offset == step.tb_lasti]
-    return bool(at) and at[0].opname == "RAISE_VARARGS"
 
 
 def add_advice(error: Exception, batch: PyTree, *, stateful: bool) -> None:

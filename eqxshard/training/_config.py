@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..sharding._mesh import check_mesh
 from ..sharding._rule import Rule
 from ._inputs import mesh_of
@@ -38,14 +39,14 @@ class StepConfig:
         if self.mesh is not None:
             check_mesh(self.mesh)
         if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate} must be at least 1.")
+            raise UsageError(f"accumulate={self.accumulate} must be at least 1.")
         if self.nonfinite not in ("skip", "raise", "ignore"):
-            raise ValueError(
+            raise UsageError(
                 f"nonfinite={self.nonfinite!r} is not 'skip', 'raise' or 'ignore'."
             )
         scales_loss = self.precision is not None and self.precision.scales_loss
         if scales_loss and self.nonfinite != "skip":
-            raise ValueError(
+            raise UsageError(
                 "float16 finds its loss scale by steps that are not finite, and "
                 f"nonfinite={self.nonfinite!r} does not skip them; use 'skip', or "
                 "bfloat16."
@@ -55,7 +56,7 @@ class StepConfig:
         """These settings; in place of those that were not given, the state's."""
         made = state.made_with
         if self.rule is None and made is None:
-            raise ValueError(
+            raise UsageError(
                 "this TrainState was not made by init_state; give make_train_step rule=."
             )
         trainable = self.trainable

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError
 from ..sharding._leaves import is_key
 
 _TYPE, _DTYPE = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype")
@@ -30,7 +31,7 @@ def any_donated(arrays: Iterable[Any]) -> bool:
 def check_state_not_donated(tree: PyTree) -> None:
     """Refuse a state, or a part of one, that a step has taken."""
     if any_donated(jax.tree.leaves(tree)):
-        raise ValueError(
+        raise UsageError(
             "this state was donated to an earlier step, and its model with it; use the "
             "state that the step returned."
         )
@@ -39,7 +40,7 @@ def check_state_not_donated(tree: PyTree) -> None:
 def check_not_donated(tree: PyTree, name: str) -> None:
     """Refuse another argument that a step has taken: JAX 0.10 segfaults on it."""
     if any_donated(jax.tree.leaves(tree)):
-        raise ValueError(
+        raise UsageError(
             f"an array of the {name} was donated to an earlier call, or deleted; take it "
             "from the newest state, or copy it before it is donated."
         )

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
+from .._errors import UsageError
 from ..transforms._dtypes import at_least_float32
 from ._donation import check_state_not_donated
 from ._state import TrainState
@@ -63,7 +64,7 @@ def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransform
         ```
     """
     if not 0 <= decay < 1:
-        raise ValueError(
+        raise UsageError(
             f"decay={decay} must be at least 0 and below 1; use one such as 0.999."
         )
 
@@ -138,14 +139,14 @@ def ema_model(state: TrainState) -> PyTree:
     found = _averages(state)
     check_state_not_donated((found, state.model))
     if not found:
-        raise ValueError(
+        raise UsageError(
             "the optimizer of this state does not average the weights; make it with "
             "optax.chain(..., eqxshard.ema_weights(0.999))."
         )
     ema = found[-1].ema
     is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
     if any(map(is_masked, jax.tree.leaves(ema, is_leaf=is_masked))):
-        raise ValueError(
+        raise UsageError(
             "the average covers only what an optax.masked lets through; put ema_weights "
             "outside of it, last in the chain."
         )

@@ -11,6 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
@@ -64,7 +65,7 @@ def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:
     if not has_entry(batch, name):
         return jnp.ones(rows, jnp.float32)
     if batch[name].shape != (rows,):
-        raise ValueError(
+        raise UsageError(
             f"the batch's {name!r} has shape {batch[name].shape} for {rows} examples; "
             "give one number per example, or use another name."
         )
@@ -110,13 +111,13 @@ def _sum(
 ) -> Float[Array, " *value"]:
     if not eqx.is_array_like(value) or jnp.iscomplexobj(value):
         what = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(
+        raise UsageTypeError(
             f"{name} is {what}; return an array with one real number per example, or a "
             "scalar."
         )
     value, rows = jnp.asarray(value), weight.shape[0]
     if value.shape and value.shape[: None if name == "loss" else 1] != (rows,):
-        raise ValueError(
+        raise UsageError(
             f"{name} has shape {value.shape} for a batch of {rows}; return one value per "
             "example, in the first dim (a loss has no other), or a scalar."
         )
@@ -167,7 +168,7 @@ def check_scalars(
             found.append(name)
         for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
             if used and entry not in used and has_entry(batch, entry):
-                raise ValueError(
+                raise UsageError(
                     f"{name} is one number for the batch and ignores its {entry!r}; return "
                     "one value per example; or, of a loss alone, leave the padded rows out "
                     "with remainder='drop'."
@@ -187,10 +188,10 @@ def check_metric_names(what: str, values: Any, *reserved: str) -> None:
     """Raise unless `values` is a dict of metrics, none with a name of the step's own."""
     if not isinstance(values, Mapping):
         kind = "an array" if isinstance(values, jax.Array) else f"a {type(values).__name__}"
-        raise TypeError(f"{what} is {kind}; return a dict of metrics by name.")
+        raise UsageTypeError(f"{what} is {kind}; return a dict of metrics by name.")
     for name in reserved:
         if name in values:
-            raise ValueError(
+            raise UsageError(
                 f"a metric is named {name!r}, which the step itself reports; give it "
                 "another name, or leave it out."
             )

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._explicit import is_explicit, replicated_on, to_auto, to_explicit
 from ..sharding._leaves import array_leaves
@@ -125,7 +126,7 @@ def compute_gradients(
         paths = (path for path, _ in array_leaves(named))
         check_patterns("compute_except", config.precision.compute_except, paths)
     if state.model_state is not None and has_entry(batch, WEIGHT):
-        raise ValueError(
+        raise UsageError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
             f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
             f"weights of the loss {LOSS_WEIGHT!r}."
@@ -166,13 +167,13 @@ def _split_result(
     values = [*out] if isinstance(out, tuple) else [out]
     new_state = None if model_state is None else values.pop()
     if jax.tree.structure(new_state) != jax.tree.structure(model_state):
-        raise TypeError(
+        raise UsageTypeError(
             f"the loss function returned a {type(new_state).__name__} last, and not the "
             "state that the model returned; for a model with state, return (losses, state) "
             "or (losses, metrics, state)."
         )
     if len(values) not in (1, 2):
-        raise TypeError(
+        raise UsageTypeError(
             f"the loss function returned {len(values)} values besides a model's state; "
             "return losses, or losses and a dict of metrics."
         )
@@ -189,7 +190,7 @@ def _check_losses(losses: Any) -> None:
         return
     dtype = jnp.result_type(losses)
     if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
+        raise UsageTypeError(
             f"the loss is {dtype.name}, which has no gradient; return floating-point "
             "numbers that the model's determine, and counts of mistakes as a metric."
         )

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._errors import UsageError, UsageTypeError
 from .._waits import waiting
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._explicit import (
@@ -244,7 +245,7 @@ def _trace(
     check_optim(optim)
     check_function(make_model)
     if not isinstance(key, jax.Array):
-        raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
+        raise UsageTypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
     check_not_taken(key)
     if spans_processes(mesh.devices.flat):
         data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
@@ -325,7 +326,7 @@ def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
     was, now = ({path: format_array(x) for path, x in each} for each in (wanted, found))
     if was != now:
         path = next(path for path in {**was, **now} if was.get(path) != now.get(path))
-        raise ValueError(
+        raise UsageError(
             f"load returned {path} as {now.get(path, 'nothing')}, and the model has "
             f"{was.get(path, 'none there')}; return what load_weights(path, like) returns."
         )

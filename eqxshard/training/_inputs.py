@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..data._buckets import BucketBatch
 from ..data._host import GRAPHS, check_integers
 from ..data._resident import DeviceBatches
@@ -57,7 +58,7 @@ class Signature:
             # `sharding_on_mesh` lets no others through.
             theirs: Any = sharding and sharding.mesh
             if theirs and [*theirs.devices.flat] != [*mesh.devices.flat]:
-                raise ValueError(
+                raise UsageError(
                     f"the {name} is on {describe_mesh(theirs)}, and the step on "
                     f"{describe_mesh(mesh)}; make both with the same mesh."
                 )
@@ -79,7 +80,7 @@ def mesh_of(arrays: list[Any], what: str, remedy: str = "") -> Mesh:
     for sharding in map(sharding_on_mesh, arrays):
         if sharding is not None:
             return sharding.mesh  # pyright: ignore[reportReturnType]
-    raise ValueError(
+    raise UsageError(
         f"the arrays of this {what} are not on a mesh; place them with filter_shard"
         f"{remedy}."
     )
@@ -107,7 +108,7 @@ class _Batch:
     def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
         """Raise unless a batch has rows that divide, and is where the step takes it."""
         if isinstance(batch, DeviceBatches):
-            raise TypeError(
+            raise UsageTypeError(
                 "Loader.stacked returns batches for several steps; give them to many, or "
                 "iterate over the loader."
             )
@@ -116,7 +117,7 @@ class _Batch:
         shapes = {leaf_path(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
         sizes = {shape[:count] for shape in shapes.values()}
         if len(sizes) != 1 or len(next(iter(sizes))) < count:
-            raise ValueError(
+            raise UsageError(
                 f"the entries of a batch have the shapes {shapes}; give each the same "
                 f"leading dims: {', '.join(self._leading)} ({GRAPHS})."
             )
@@ -125,7 +126,7 @@ class _Batch:
         for path, leaf in leaves:
             kinds = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
             if not isinstance(leaf, kinds):
-                raise TypeError(
+                raise UsageTypeError(
                     f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
                     f"{type(leaf).__name__}; convert it with numpy.asarray."
                 )
@@ -133,7 +134,7 @@ class _Batch:
                 remedy = "convert it to numbers, or leave it out"
                 check_dtypes([(f"batch entry {leaf_path(path)}", leaf)], remedy)
             if is_elsewhere(leaf, wanted):
-                raise ValueError(
+                raise UsageError(
                     f"batch entry {leaf_path(path)} is sharded as "
                     f"{format_sharding(leaf.sharding)}, and the step takes it as "
                     f"{format_sharding(wanted)}; make the loader with the step's mesh, or "
@@ -189,7 +190,7 @@ class _Resident:
             return
         sharding = batch.rows.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
-            raise ValueError(
+            raise UsageError(
                 f"the loader's dataset is on {format_sharding(sharding)}, and the step on "
                 f"{describe_mesh(mesh)}; make the loader and the step with the same mesh."
             )
@@ -329,7 +330,7 @@ def _check_same(leaves: list[tuple[Any, Any]]) -> None:
     for theirs in allgather_json(ours):
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
-                raise ValueError(
+                raise UsageError(
                     f"batch entry {name} is not the same array in all processes; "
                     "give each process the whole batch, or make batches with "
                     "eqxshard.Loader, of which each process reads its own rows."

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..sharding._explicit import (
     auto_mesh,
     computing_on_auto,
@@ -151,7 +152,7 @@ def _check_options(options: Mapping[str, Any], mesh: Mesh) -> None:
         said = str(error).removeprefix("INVALID_ARGUMENT: ").split("\n")[0].rstrip(".")
         if isinstance(error, TypeError):
             said = "names are text, and values text, numbers or bool"
-        raise ValueError(
+        raise UsageError(
             f"compiler_options={dict(options)!r} are not options of XLA in jax "
             f"{jax.__version__} ({said}); use those of jax.jit(compiler_options=...)."
         ) from None
@@ -165,9 +166,9 @@ def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
     return jax.tree.unflatten(structure, typed)
 
 
-def jit_is_off() -> ValueError:
+def jit_is_off() -> UsageError:
     """The error under `jax_disable_jit`, where JAX ignores shardings and donation."""
-    return ValueError(
+    return UsageError(
         "jax_disable_jit is on, and it is compilation that splits arrays over devices; "
         "turn it off. To debug, print values with jax.debug.print, or call the loss "
         "function itself under jax.disable_jit()."

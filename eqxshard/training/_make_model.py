@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import array_leaves, format_array
 from ..transforms._compiles import tree_parts
 from ._donation import any_donated
@@ -40,7 +41,7 @@ def check_function(make_model: Any) -> None:
     """Refuse a model in the place of a function that makes one."""
     is_model = isinstance(make_model, eqx.Module) and array_leaves(make_model)
     if is_model or not callable(make_model):
-        raise TypeError(
+        raise UsageTypeError(
             f"make_model is a {type(make_model).__name__}, and init_state takes a function "
             "of a key; for a model that you have already, write lambda key: model."
         )
@@ -71,7 +72,7 @@ def make_traced(
 def check_has_arrays(model: PyTree) -> None:
     """Refuse a model of which nothing could be trained, sharded or saved."""
     if not array_leaves(model):
-        raise ValueError(
+        raise UsageError(
             f"the model ({type(model).__name__}) has no arrays, so there is nothing to "
             "train; give it parameters, in fields that are not static."
         )
@@ -82,7 +83,7 @@ def _check_state_is_apart(model: PyTree) -> None:
     indices = [node for _, node in state_indices(model)]
     if array_leaves(indices):
         path, _ = state_indices(model)[0]
-        raise ValueError(
+        raise UsageError(
             f"{path or 'the model'} has state, as BatchNorm has, and make_model returned "
             "none; write init_state(eqx.nn.make_with_state(make_model), ...)."
         )
@@ -91,7 +92,7 @@ def _check_state_is_apart(model: PyTree) -> None:
 def check_not_taken(arrays: PyTree) -> None:
     """Refuse a key, or a model, that a step has taken."""
     if any_donated(jax.tree.leaves(arrays)):
-        raise ValueError(
+        raise UsageError(
             "the key, or the model that make_model returns, was donated to a step; use "
             "those of the newest state, or copies."
         )
@@ -111,7 +112,7 @@ def check_not_shared(params: PyTree, outputs: Sequence[Any] | None = None) -> No
     for (path, _), key in zip(leaves, keys, strict=True):
         first = paths.setdefault(key, path)
         if first != path:
-            raise ValueError(
+            raise UsageError(
                 f"{first} and {path} are the same array, and would be trained as two; tie "
                 "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
                 "one with trainable=."
@@ -158,7 +159,7 @@ def _check_no_tracers(model: PyTree) -> None:
     for path, part in tree_parts(model):
         tracer = _find_tracer(part)
         if tracer is not None:
-            raise ValueError(
+            raise UsageError(
                 f"{path or 'the model'} keeps an array, {format_array(tracer)}, made in "
                 "make_model, which init_state runs under jit, where arrays have no values; "
                 f"keep arrays in fields of the model, or {_REMEDY}."

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .._errors import UsageError
 from .._waits import waiting
 
 
@@ -93,7 +94,7 @@ class Metrics(eqx.Module):
             ```
         """
         if not parts:
-            raise ValueError(
+            raise UsageError(
                 "there are no metrics to join; give those of one model or more."
             )
         weight = next(iter(parts.values())).weight
@@ -126,7 +127,7 @@ class Metrics(eqx.Module):
         `ValueError` if `parts` is empty, or the names differ.
         """
         if not parts:
-            raise ValueError("there are no metrics to stack; take at least one step first.")
+            raise UsageError("there are no metrics to stack; take at least one step first.")
         with waiting("the metrics on the devices", for_others=True):
             host = jax.device_get(list(parts))
         # Only some batches may say how much the loss of an example counts.

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._explicit import auto_mesh
 from ..sharding._leaves import format_array, is_array, leaf_path
 from ..sharding._placement import broadcast_prefix
@@ -28,7 +29,7 @@ def check_optim(optim: Any) -> None:
     if not is_optimizer(optim):
         name = getattr(optim, "__name__", type(optim).__name__)
         remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
-        raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")
+        raise UsageTypeError(f"optim={name} is not an optax optimizer; {remedy}.")
 
 
 def takes_value(optim: optax.GradientTransformation) -> bool:
@@ -47,7 +48,7 @@ def check_numbers(opt_state: PyTree) -> None:
     """Refuse numbers in a state that `init_state` did not make: they would never change."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if _is_number(leaf) and not isinstance(leaf, np.ndarray):
-            raise ValueError(
+            raise UsageError(
                 f"{leaf_path(path, 'opt_state')} is {leaf!r}, and a step changes arrays "
                 "alone; make it one, with jnp.asarray."
             )
@@ -83,7 +84,7 @@ def apply_update(
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
-        raise ValueError(
+        raise UsageError(
             f"the optimizer needs more than gradients and the value of the loss ({error}); "
             "use one without a line search, such as optax.lbfgs(linesearch=None)."
         ) from error
@@ -118,7 +119,7 @@ def _deal_update(
 def _check_state(new: PyTree, old: PyTree) -> PyTree:
     """The state after an update, if it is like the one before in all but its values."""
     if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
+        raise UsageError(
             "the optimizer's update returned a state of another structure than its init: "
             f"{jax.tree.structure(new)} in place of {jax.tree.structure(old)}; return the "
             "same structure."
@@ -133,12 +134,12 @@ def _check_leaf(path: tuple[Any, ...], new: Any, old: Any) -> Any:
             new = jnp.asarray(new, old.dtype)
         if not is_array(new) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = format_array(new) if is_array(new) else f"a {type(new).__name__}"
-            raise ValueError(
+            raise UsageError(
                 f"the optimizer's update made {name} {what}, and its init "
                 f"{format_array(old)}; cast it to what it was."
             )
     elif is_array(new) or not (new is old or callable(new) or new == old):
-        raise ValueError(
+        raise UsageError(
             f"the optimizer's update changed {name} from {old!r} to {new!r}, and a step "
             "changes arrays alone; keep it as an array."
         )

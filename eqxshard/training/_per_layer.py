@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path, stacked_depth
 from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
@@ -120,14 +121,14 @@ def _each_layer(
 
 def _compile_patterns(stacks: Sequence[Any]) -> list[re.Pattern[str]]:
     if not stacks or not all(isinstance(stack, str) for stack in stacks):
-        raise TypeError(
+        raise UsageTypeError(
             f"per_layer got {stacks} for the paths of the stacked layers; give them as "
             'text, as in per_layer(optim, "layers").'
         )
     try:
         return [re.compile(rf"(?:{stack})(?=\.|$)") for stack in stacks]
     except re.error as error:
-        raise ValueError(
+        raise UsageError(
             f"per_layer: {stacks} are not all regular expressions ({error}); escape their "
             "special characters with a backslash."
         ) from None
@@ -142,14 +143,14 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
         if not any(map(pattern.match, paths)):
             stack = pattern.pattern.removeprefix("(?:").removesuffix(r")(?=\.|$)")
             words = {word for path in paths for word in path.split(".")}
-            raise ValueError(
+            raise UsageError(
                 f"per_layer: there are no layers at {stack!r}; {did_you_mean(stack, words)}"
                 f"the paths are {first_few(paths)}."
             )
     for path, leaf in named_leaves(params):
         stack = next(filter(None, (pattern.match(path) for pattern in patterns)), None)
         if stack and re.match(r"\.\d+", path[stack.end() :]) and not _is_stacked(leaf):
-            raise ValueError(
+            raise UsageError(
                 f"per_layer: {stack.group()!r} is a list, whose layers are not stacked; "
                 f"leave it out, or name what is stacked: '{stack.group()}.0'."
             )
@@ -217,7 +218,7 @@ def _updated_otherwise(
 
         state = init_optimizer(optim, params)
         if any(is_key(leaf) for leaf in jax.tree.leaves(state)):
-            raise ValueError("random numbers differ anyway")
+            raise UsageError("random numbers differ anyway")
         # The first learning rates may be 0.
         return jax.lax.scan(step, state, length=4)[1]
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._text import did_you_mean, first_few
@@ -84,34 +85,34 @@ class Precision:
                 continue
             # To NumPy, None is float64.
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                raise ValueError(
+                raise UsageError(
                     f"Precision({name}={dtype!r}) is not a floating-point type; use one "
                     "such as jnp.bfloat16."
                 )
         if self.reduce not in ("float32", "bfloat16", jnp.float32, jnp.bfloat16):
-            raise ValueError(
+            raise UsageError(
                 f"Precision(reduce={self.reduce!r}) is not a type to sum gradients in; use "
                 "jnp.float32 or jnp.bfloat16."
             )
         if jnp.dtype(self.reduce) != jnp.float32 and not self.computes_in(jnp.bfloat16):
-            raise ValueError(
+            raise UsageError(
                 f"Precision(compute={self.compute!r}) makes no bfloat16 gradients for "
                 "reduce=jnp.bfloat16 to sum; use compute=jnp.bfloat16, or leave reduce out."
             )
         if self.matmul not in (None, "float8"):
-            raise ValueError(
+            raise UsageError(
                 f"Precision(matmul={self.matmul!r}) is not 'float8' or None; the type of "
                 "all other products is compute=."
             )
         if self.matmul is not None and jnp.dtype(self.reduce) != jnp.float32:
-            raise ValueError(
+            raise UsageError(
                 f"Precision(matmul={self.matmul!r}) sums in float32; leave "
                 f"reduce={self.reduce!r} out."
             )
         for option in ("compute_except", "matmul_except"):
             object.__setattr__(self, option, _patterns(option, getattr(self, option)))
         if self.initial_scale < 1 or self.scale_every < 1:
-            raise ValueError(
+            raise UsageError(
                 f"Precision(initial_scale={self.initial_scale}, scale_every="
                 f"{self.scale_every}) must be at least 1 each."
             )
@@ -147,7 +148,7 @@ class Precision:
 def _patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """The regular expressions of an option."""
     if isinstance(patterns, str):
-        raise TypeError(
+        raise UsageTypeError(
             f"Precision({option}={patterns!r}) is a text; give a tuple of regular "
             "expressions."
         )
@@ -155,7 +156,7 @@ def _patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
+            raise UsageError(
                 f"Precision({option}=...): {pattern!r} is not a regular expression "
                 f"({error}); escape its special characters with a backslash."
             ) from None
@@ -173,7 +174,7 @@ def check_patterns(option: str, patterns: Iterable[str], paths: Iterable[str]) -
     names = [path.removeprefix("model.") for path in paths]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
-            raise ValueError(
+            raise UsageError(
                 f"Precision({option}=...): {pattern!r} matches no parameter or entry of "
                 f"the batch; {did_you_mean(pattern, names)}the paths are "
                 f"{first_few(names)}."

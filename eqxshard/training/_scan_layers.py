@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._explicit import constrain_to
 from ..sharding._leaves import array_leaves, stacked_depth
 from ..sharding._spec import axes_of
@@ -86,7 +87,7 @@ def scan_layers(
         ```
     """
     if not callable(layers):
-        raise TypeError(
+        raise UsageTypeError(
             f"the layers are a {type(layers).__name__}, which cannot be called; stack them "
             "in one module with eqx.filter_vmap(make_layer)(keys)."
         )
@@ -167,7 +168,7 @@ def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
         "offload": _offload,
     }
     if not callable(remat) and remat not in named:
-        raise ValueError(
+        raise UsageError(
             f"unknown remat={remat!r}; use one of 'none', 'dots', 'full' and 'offload', "
             "or a policy of jax.checkpoint."
         )

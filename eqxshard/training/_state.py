@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import array_leaves, is_array, is_inexact, leaf_path
 from ..sharding._rule import Rule
 from ..transforms._partition import Static, partition
@@ -43,7 +44,7 @@ class MadeWith:
     def trainable(self, model: PyTree) -> PyTree[bool]:
         """Which leaves of a model are trained."""
         if not self.fits(model):
-            raise ValueError(
+            raise UsageError(
                 "the model has other leaves than when its state was made; give "
                 "make_train_step trainable=."
             )
@@ -149,13 +150,13 @@ class TrainState:
 def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
     """A state's arrays and the rest of it, which is free if a step returned the state."""
     if not isinstance(state, TrainState):
-        raise TypeError(
+        raise UsageTypeError(
             f"a {type(state).__name__} is not a TrainState; make one with init_state."
         )
     if state._flat is not None:
         return state._flat
     if not is_array(state.step) or not is_array(state.key):
-        raise TypeError(
+        raise UsageTypeError(
             "the step or the key of this TrainState is not an array; write jnp.int32(0) "
             "and jax.random.key(0)."
         )
@@ -181,7 +182,7 @@ def refuse_state(model: Any, who: str, *, takes_pair: bool = False) -> None:
         pair = "state.model"
         if takes_pair and model.model_state is not None:
             pair = "the pair (state.model, state.model_state)"
-        raise TypeError(f"{who} takes a model; give it {pair}.")
+        raise UsageTypeError(f"{who} takes a model; give it {pair}.")
 
 
 def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
@@ -189,7 +190,7 @@ def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
     try:
         chosen, rest = eqx.partition(model, trainable)
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             "trainable is not a prefix of the model; make it from the model, such as with "
             f"jax.tree.map(lambda _: False, model) and equinox.tree_at. ({error})"
         ) from None
@@ -240,7 +241,7 @@ def step_of(states: PyTree[Any]) -> int:
     found = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_state)
     others = [leaf for _, leaf in found if not _is_state(leaf)]
     if others or not found:
-        raise TypeError(
+        raise UsageTypeError(
             f"a {type(others[0] if others else states).__name__} is not a TrainState; make "
             "one with init_state."
         )
@@ -248,7 +249,7 @@ def step_of(states: PyTree[Any]) -> int:
     steps = {leaf_path(path): int(jax.device_get(state.step)) for path, state in found}
     if len(set(steps.values())) > 1:
         says = ", ".join(f"{path} is at step {step}" for path, step in steps.items())
-        raise ValueError(
+        raise UsageError(
             f"the states of a run must have taken the same number of steps, but {says}; "
             "let each of them take one step for each batch."
         )

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from .._waits import waiting, watches
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
@@ -384,7 +385,7 @@ def check_shardings(state: TrainState, shardings: Sequence[NamedSharding]) -> No
     check_state_not_donated([leaf for _, leaf in leaves])
     for (path, leaf), wanted in zip(leaves, shardings, strict=True):
         if is_elsewhere(leaf, wanted):
-            raise ValueError(
+            raise UsageError(
                 f"{path} is sharded as {format_sharding(leaf.sharding)}, and the step "
                 f"expects {format_sharding(wanted)}; make the state and the step with the "
                 "same mesh and rule, or move the state with filter_shard."

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._errors import NonfiniteError, UsageError, UsageTypeError
 from ..compiled._findings import Lint
 from ..data._resident import DeviceBatches
 from ..sharding._leaves import array_leaves
@@ -128,7 +129,9 @@ def make_train_step(
         ```
     """
     if is_optimizer(loss_fn):
-        raise TypeError("loss_fn is an optimizer; write make_train_step(loss_fn, optim).")
+        raise UsageTypeError(
+            "loss_fn is an optimizer; write make_train_step(loss_fn, optim)."
+        )
     check_optim(optim)
     config = StepConfig(
         loss_fn=loss_fn,
@@ -255,7 +258,7 @@ def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> N
     """Refuse a state of another optimizer or filter spec, or with another loss scale."""
     fresh = eqx.filter_eval_shape(config.optim.init, params)
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
-        raise ValueError(
+        raise UsageError(
             "the optimizer state in this TrainState does not fit this optimizer and "
             "model; use the optimizer, and trainable=, that the state was made with."
         )
@@ -263,7 +266,7 @@ def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> N
     _check_precision(config, state, params)
     scales_loss = config.precision is not None and config.precision.scales_loss
     if scales_loss != (state.loss_scale is not None):
-        raise ValueError(
+        raise UsageError(
             "only one of this TrainState and this step has a loss scale; make both with "
             "the same precision=."
         )
@@ -280,12 +283,12 @@ def _check_precision(config: StepConfig, state: TrainState, params: PyTree) -> N
     others = {x for x in types if jnp.issubdtype(x, jnp.floating)} - {wanted}
     # Without one, the types are those that `make_model` chose.
     if others and (made is not None or wanted != jnp.dtype(Precision.params)):
-        raise ValueError(
+        raise UsageError(
             f"the step has Precision(params={wanted.name}), and the state has parameters "
             f"of {others.pop().name}, which a step does not change; {remedy}."
         )
     if made is not None and mine.scales_loss and mine.initial_scale != made.initial_scale:
-        raise ValueError(
+        raise UsageError(
             f"the step has Precision(initial_scale={mine.initial_scale}), and the state "
             f"was made with {made.initial_scale}; {remedy}."
         )
@@ -298,7 +301,7 @@ def _raise_if_nonfinite(state: TrainState, metrics: Metrics, batch: PyTree) -> N
         taken = batch.count if isinstance(batch, DeviceBatches) else steps.size
         last, count = jax.device_get((state.step, taken))
         number = int(last) - int(count) + 1 + int(np.argmax(steps))
-        raise FloatingPointError(
+        raise NonfiniteError(
             f"the loss, a gradient or an update was not finite in step {number}; look at "
             "its batch, or use nonfinite='skip' to leave such steps out."
         )

@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._leaves import format_array, is_array, leaf_path
 from ..sharding._text import first_few
@@ -53,7 +54,7 @@ class CompileLog:
 
     def __init__(self, max_compiles: int | None):
         if max_compiles is not None and max_compiles < 1:
-            raise ValueError(
+            raise UsageError(
                 f"max_compiles={max_compiles} must be at least 1, or None for any number."
             )
         self._max_compiles = max_compiles
@@ -94,7 +95,7 @@ class CompileLog:
         # Or of another program, such as that of several batches.
         last = self._last.get(key, next(reversed(self._last.values()), {}))
         if self._max_compiles is not None and self._count >= self._max_compiles:
-            raise ValueError(
+            raise UsageError(
                 f"{program} would have to compile, and max_compiles={self._max_compiles} "
                 f"allows no more. {_explain(last, found)}"
             )

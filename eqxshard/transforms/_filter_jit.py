@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
+from .._errors import UsageError
 from ..sharding._placement import broadcast_prefix, filter_shard
 from ._compiles import CompileLog, function_name
 from ._partition import Static, partition
@@ -66,7 +67,7 @@ class _FilterJit(Generic[_P, _T]):
         except RuntimeError as error:
             # JAX looks before it donates anything, and does not say whose array it is.
             if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
-                raise ValueError(
+                raise UsageError(
                     f"an argument of {self._name} was donated to an earlier call, or "
                     "deleted; use what that call returned."
                 ) from error
@@ -229,7 +230,7 @@ def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], 
     positions = tuple(donate) if isinstance(donate, Sequence) else (donate,)
     # `type`, because donate=False would be the position 0.
     if not all(type(i) is int and i >= 0 for i in positions):
-        raise ValueError(
+        raise UsageError(
             f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
             "positions of arguments, from 0."
         )
@@ -242,7 +243,7 @@ def _per_argument(shardings: Shardings, count: int) -> tuple[PyTree[Sharding | N
     if not isinstance(shardings, tuple):
         return (shardings,) * (count + 1)
     if len(shardings) != count:
-        raise ValueError(
+        raise UsageError(
             f"in_shardings has {len(shardings)} entries for {count} positional arguments; "
             "give one for each (None to leave it as it is)."
         )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._errors import UsageTypeError
 from ..sharding._leaves import array_leaves, is_array, leaf_path
 
 
@@ -97,7 +98,7 @@ def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
     try:
         return arrays, Static(treedef, static)
     except TypeError:
-        raise TypeError(_unhashable(tree, name)) from None
+        raise UsageTypeError(_unhashable(tree, name)) from None
 
 
 def _unhashable(tree: PyTree, name: str) -> str:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._spec import check_axis, check_spec, spec_axes
 
@@ -31,7 +32,7 @@ class _FilterShardMap:
     def __call__(self, /, *args: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         if mesh.empty:
-            raise ValueError(
+            raise UsageError(
                 "filter_shard_map has no mesh; give it one, or call it under jax.set_mesh."
             )
         self._check(args, mesh)
@@ -60,7 +61,7 @@ class _FilterShardMap:
 
     def _check(self, args: tuple[Any, ...], mesh: Mesh | AbstractMesh) -> None:
         if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
-            raise ValueError(
+            raise UsageError(
                 f"in_specs has {len(self.in_specs)} entries for {len(args)} positional "
                 "arguments; give one for each, or one PartitionSpec for all."
             )
@@ -149,7 +150,7 @@ def broadcast_specs(
             lambda *part: parts.append(part), specs, tree, is_leaf=lambda x: x is None
         )
     except ValueError as error:
-        raise ValueError(
+        raise UsageError(
             f"{name} is not a prefix of {root or 'the PyTree'}; give one PartitionSpec for "
             f"all of it, or a PyTree like it. ({error})"
         ) from None
@@ -160,7 +161,7 @@ def broadcast_specs(
                 continue
             where = leaf_path((*above, *path), root)
             if spec is None:
-                raise ValueError(
+                raise UsageError(
                     f"{name} has None for the array {where} {leaf.shape}; write P() to "
                     "give every device the whole array."
                 )
@@ -171,7 +172,7 @@ def broadcast_specs(
 def _check_all_specs(specs: PyTree, name: str) -> None:
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):
         if not isinstance(spec, PartitionSpec):
-            raise TypeError(
+            raise UsageTypeError(
                 f"{leaf_path(path, name)} is a {type(spec).__name__}, not a PartitionSpec; "
                 "write jax.P(...) with the mesh axis of each dim, or the .spec of a "
                 "NamedSharding."

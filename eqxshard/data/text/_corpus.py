@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..._errors import UsageError
 from .._datasets import add_note, dataset_folder, is_planning, read_file
 from ._prepare import read_parts
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -84,7 +85,7 @@ def open_corpus(
     """
     path = Path(path)
     if not 0 < valid < 1:
-        raise ValueError(f"valid={valid} must be between 0 and 1.")
+        raise UsageError(f"valid={valid} must be between 0 and 1.")
     if not path.exists() and is_planning():
         return _stand_in(path, tokenizer)
     if not path.exists():
@@ -151,7 +152,7 @@ def _encode_corpus(
 ) -> Corpus:
     """The corpus of a text in memory, whose last part is to evaluate on."""
     if not text:
-        raise ValueError(f"the text {name} is empty; give one with at least a character.")
+        raise UsageError(f"the text {name} is empty; give one with at least a character.")
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer, text=text)
     cut = int(len(text) * (1 - valid))
@@ -182,7 +183,7 @@ def _cut(tokens: TokenFiles, valid: float) -> int:
     nearest = int(ends[np.abs(ends - cut).argmin()])
     share = 1 - nearest / len(tokens)
     if abs(share - valid) > min(valid, 1 - valid) / 2:
-        raise ValueError(
+        raise UsageError(
             f"no document of {tokens.path} ends near the last {valid:.1%} of its tokens: "
             f"the nearest split would hold out {share:.1%}; ask for valid={share:.4f}, or "
             "prepare two folders, train and valid."
@@ -196,7 +197,7 @@ def _find_parts(folder: Path) -> tuple[Path, Path]:
         train, valid = (folder / name for name in names)
         if train.exists() and valid.exists():
             return train, valid
-    raise ValueError(
+    raise UsageError(
         f"{folder} is not a corpus; give a .txt file, a folder that python -m "
         "eqxshard.data.text wrote, or one with train.bin and val.bin."
     )

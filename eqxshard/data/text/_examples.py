@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy.typing import ArrayLike
 
+from ..._errors import UsageError
 from .._weights import WEIGHT
 from ._tokens import Tokens, as_tokens
 
@@ -55,11 +56,11 @@ class Windows:
     ):
         for name, value in {"seq_len": seq_len, "stride": stride, "limit": limit}.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+                raise UsageError(f"{name}={value} must be at least 1.")
         self.tokens = as_tokens(tokens)
         self.seq_len = seq_len
         if len(self.tokens) <= seq_len:
-            raise ValueError(
+            raise UsageError(
                 f"the text has {len(self.tokens):,} tokens, and seq_len={seq_len:,} needs "
                 f"{seq_len + 1:,}; use a smaller seq_len, or a longer text."
             )
@@ -116,12 +117,12 @@ class PackedDocuments:
 
     def __init__(self, tokens: Tokens | ArrayLike, seq_len: int):
         if seq_len < 1:
-            raise ValueError(f"seq_len={seq_len} must be at least 1.")
+            raise UsageError(f"seq_len={seq_len} must be at least 1.")
         self.tokens = as_tokens(tokens)
         self.seq_len = seq_len
         starts, lengths = _cut(self.tokens.ends(), seq_len)
         if not len(starts):
-            raise ValueError(
+            raise UsageError(
                 f"the text has {len(self.tokens):,} tokens and no document of two or more, "
                 "so nothing can be predicted; give a longer text."
             )

@@ -11,6 +11,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
+from ..._errors import UsageError
 from ...sharding._files import local_path, open_file, parse_json
 from ...sharding._text import first_few
 from ._tokenizers import (
@@ -86,7 +87,7 @@ def prepare(
     given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
     files, folder = _find(given), local_path(output, "output=")
     if is_prepared(folder):
-        raise ValueError(
+        raise UsageError(
             f"{folder} is prepared already; open it, delete it, or give another output."
         )
     if tokenizer == "char":
@@ -103,7 +104,7 @@ def prepare(
         with contextlib.suppress(OSError):
             folder.rmdir()
         where = first_few([*map(str, files)])
-        raise ValueError(f"there are no tokens in {where}; give more text.")
+        raise UsageError(f"there are no tokens in {where}; give more text.")
     sizes = {"tokens": tokens, "documents": documents}
     # Last, and in one piece: a folder without it is not prepared.
     part = folder / f"{RECORD_FILE}.part"
@@ -159,7 +160,7 @@ def read_parts(files: Iterable[Path]) -> Iterator[_Part]:
                 else:
                     yield from _parts_of_text(file)
             except UnicodeDecodeError as error:
-                raise ValueError(
+                raise UsageError(
                     f"{path} is not text in UTF-8 ({error.reason}); convert it first."
                 ) from None
 
@@ -191,7 +192,7 @@ def _lines(file: TextIO, path: Path) -> Iterator[_Part]:
             # JSON can escape half of a character: "\\ud83d".
             text.encode()
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise ValueError(
+            raise UsageError(
                 f"{path} has no document in line {number}, or one that is not Unicode; "
                 'give lines such as {"text": "..."}.'
             ) from None

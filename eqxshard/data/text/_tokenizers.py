@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
+from ..._errors import UsageError
 from ...sharding._files import read_json
 
 #: The name of a tokenizer's file in a folder.
@@ -104,7 +105,7 @@ class CharTokenizer:
             found.update(some)
         self.chars = "".join(sorted(found))
         if not self.chars:
-            raise ValueError("a char tokenizer needs characters; give text= that has some.")
+            raise UsageError("a char tokenizer needs characters; give text= that has some.")
         self.vocab_size = len(self.chars)
         self._ids = {char: number for number, char in enumerate(self.chars)}
 
@@ -113,7 +114,7 @@ class CharTokenizer:
         try:
             return np.array([self._ids[char] for char in text], np.int32)
         except KeyError as error:
-            raise ValueError(
+            raise UsageError(
                 f"the text has {error.args[0]!r}, which is not among the tokenizer's "
                 "characters; make the tokenizer of a text that has it, or leave it out."
             ) from None
@@ -166,7 +167,7 @@ class HFTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:
             # The package raises no narrower class.
-            raise ValueError(
+            raise UsageError(
                 f"{path} is not a tokenizer of Hugging Face ({error}); give the file "
                 "tokenizer.json of a model."
             ) from error

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 from numpy.typing import ArrayLike
 
+from ..._errors import UsageError
 from ...sharding._files import open_file, read_json
 
 RECORD_FILE, TOKENS_FILE, ENDS_FILE = "prepared.json", "tokens.bin", "ends.bin"
@@ -78,14 +79,14 @@ class TokenArray:
     ):
         found = np.asarray(tokens)
         if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise ValueError(
+            raise UsageError(
                 f"the tokens are {found.dtype} of shape {found.shape}; give one row of "
                 "integers."
             )
         low, high = (int(f(found)) if len(found) else 0 for f in (np.min, np.max))
         self.vocab_size = high + 1 if vocab_size is None else vocab_size
         if not 0 <= low <= high < self.vocab_size:
-            raise ValueError(
+            raise UsageError(
                 f"the tokens are from {low} to {high}, and the vocabulary has "
                 f"{self.vocab_size}; give tokens from 0 to {self.vocab_size - 1}."
             )
@@ -93,7 +94,7 @@ class TokenArray:
         self._ends = np.asarray([len(found)] if ends is None else ends, np.int64)
         steps = np.diff(self._ends, prepend=0)
         if len(found) and (np.any(steps <= 0) or self._ends[-1:].tolist() != [len(found)]):
-            raise ValueError(
+            raise UsageError(
                 "ends must increase up to the number of tokens; give the index after the "
                 "last token of each document."
             )
@@ -149,7 +150,7 @@ class TokenFiles:
         elif self.path.suffix == ".bin":
             tokens = _map(self.path, np.dtype("<u2"))
         else:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} is not a token file; give a .bin file of uint16 tokens, or a "
                 "folder of prepared text."
             )
@@ -157,7 +158,7 @@ class TokenFiles:
         self._range = range(len(tokens))[start:stop]
         self._tokens = tokens[start:stop]
         if not self._range:
-            raise ValueError(
+            raise UsageError(
                 f"there are no tokens from {self._range.start} to {self._range.stop} in "
                 f"{self.path}; give a longer text."
             )
@@ -186,7 +187,7 @@ class TokenFiles:
         found = self._tokens[indices].astype(np.int32)
         largest = found.max(initial=0)
         if self._record is not None and largest >= self.vocab_size:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} has the token {largest}, and the vocabulary has "
                 f"{self.vocab_size}; it is damaged, so prepare the text again."
             )
@@ -208,7 +209,7 @@ class TokenFiles:
             if ends[-1:].tolist() == [length] and np.all(np.diff(ends, prepend=0) > 0):
                 ends = ends - self._range.start
                 return np.append(ends[(ends > 0) & (ends < len(self))], len(self))
-        raise ValueError(
+        raise UsageError(
             f"{path} is damaged: the ends of documents do not increase up to the "
             f"{length:,} tokens; prepare the text again."
         )
@@ -228,7 +229,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """How a folder of token files was prepared."""
     path = folder / RECORD_FILE
     if not path.exists():
-        raise ValueError(
+        raise UsageError(
             f"{folder} has no {RECORD_FILE}, so it is not prepared text, or its "
             "preparation did not finish; prepare the text, or give another folder."
         )
@@ -238,7 +239,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         numbers = [found.get(name) for name in ("vocab_size", "tokens", "documents")]
         if all(isinstance(n, int) and 0 <= n < 2**63 for n in numbers):
             return found
-    raise ValueError(
+    raise UsageError(
         f"{path} is damaged, or not from eqxshard; delete the folder, and prepare the "
         "text again."
     )
@@ -255,7 +256,7 @@ def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
         ) from None
     found, rest = divmod(size, dtype.itemsize)
     if rest or count not in (None, found):
-        raise ValueError(
+        raise UsageError(
             f"{path} is truncated or damaged: it has {size:,} bytes, not "
             f"{'whole' if count is None else f'{count:,}'} integers of {dtype.itemsize} "
             "bytes; prepare the text again."

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from ..._errors import UsageError, UsageTypeError
+
 
 def is_rewriting() -> bool:
     """Whether programs are rewritten.
@@ -29,7 +31,7 @@ def is_rewriting() -> bool:
     """
     switch = os.environ.get("EQXSHARD_REWRITE", "on")
     if switch not in ("on", "off"):
-        raise ValueError(f"EQXSHARD_REWRITE is {switch!r}; set it to 'on' or 'off'.")
+        raise UsageError(f"EQXSHARD_REWRITE is {switch!r}; set it to 'on' or 'off'.")
     return switch == "on"
 
 
@@ -80,7 +82,7 @@ def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[An
         traced = jax.make_jaxpr(core.jaxpr_as_fun(rewritten))(*leaves)
         ours, wanted = _types(traced), _types(jaxpr)
         if ours[: len(wanted)] != wanted:
-            raise TypeError(f"it returns {ours} in place of {wanted}")
+            raise UsageTypeError(f"it returns {ours} in place of {wanted}")
         return rewritten
     except Exception as error:
         warn_once(f"{type(error).__name__}: {error}")

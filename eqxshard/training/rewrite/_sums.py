@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ..._errors import UsageTypeError
 from ...sharding._explicit import is_explicit
 from ...sharding._mesh import is_on_cpus
 from ...transforms._dtypes import accumulation_dtype
@@ -448,7 +449,7 @@ class _Sums:
             function, [self.want(table, depth, sharding), indices, updates]
         )
         if call.outvars[0].aval.dtype != out.aval.dtype:
-            raise TypeError(f"a sum of {call.outvars[0].aval} is to be {out.aval}")
+            raise UsageTypeError(f"a sum of {call.outvars[0].aval} is to be {out.aval}")
         call = call.replace(outvars=[out], source_info=eqn.source_info, ctx=eqn.ctx)
         self._emit(call, *[_cast_equation(out, x)][: out is not x])
 
