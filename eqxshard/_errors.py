@@ -18,9 +18,13 @@ class UsageError(ValueError):
     """
 
 
-class UsageTypeError(UsageError, TypeError):
-    """The same for a value of the wrong type."""
+class UsageTypeError(TypeError):
+    """The same for a value of the wrong type; not a `ValueError`, as Python has it."""
 
 
 class NonfiniteError(UsageError, FloatingPointError):
     """The same for training that gave up, because values are not finite."""
+
+
+#: The errors that say all that their reader needs.
+ON_PURPOSE = (UsageError, UsageTypeError)

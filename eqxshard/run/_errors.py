@@ -8,7 +8,7 @@ from types import TracebackType
 
 import jax
 
-from .._errors import UsageError
+from .._errors import ON_PURPOSE
 from .._parser import is_stdout_closed
 from ..compiled._causes import is_ours, is_users
 from ..distributed import exit_process
@@ -71,7 +71,7 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
 
 
 def _is_on_purpose(error: Exception) -> bool:
-    if isinstance(error, UsageError):
+    if isinstance(error, ON_PURPOSE):
         return True
     if _traceback_elsewhere(error) is not None:
         return False

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import UsageError
+from .._errors import ON_PURPOSE
 from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
@@ -55,7 +55,7 @@ def _shorten(error: Exception, steps: Sequence[TracebackType]) -> None:
     if any(is_users(step.tb_frame.f_code.co_filename) for step in inner):
         # A library of the user's may be between, and calls what failed.
         start.tb_next = next(step for step in inner if not _is_between(step))
-    elif inner and isinstance(error, UsageError):
+    elif inner and isinstance(error, ON_PURPOSE):
         start.tb_next = inner[-1]
     # What JAX caught inside of itself says nothing to its user.
     cause = error.__cause__
