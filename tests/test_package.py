@@ -149,9 +149,8 @@ def re_exported(front):
 
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
-#: Their public names are those of `eqxshard`.
-PRIVATE_ROOMS = ("checkpoint", "compiled", "debug", "inspect", "loop", "pages", "planning")
-PRIVATE_ROOMS += ("sharding", "training", "rewrite", "transforms")
+#: All that is public of them is in `eqxshard` itself.
+PRIVATE_ROOMS = ("compiled", "debug", "loop", "pages", "rewrite", "transforms")
 PRIVATE_ROOMS += ("_doctor",)
 
 

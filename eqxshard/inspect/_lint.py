@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from ..compiled._findings import Finding
+from ..compiled._findings import Finding as Finding  # Names of this room.
+from ..compiled._findings import LintWarning as LintWarning
 from ..compiled._hlo import parse_module
 from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH

@@ -3,3 +3,7 @@
 Knows PyTrees, devices and type annotations; knows nothing of training. May use
 `eqxshard.distributed` only.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

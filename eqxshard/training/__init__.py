@@ -3,3 +3,7 @@
 May use `sharding`, `transforms`, `compiled` and `data`; knows nothing of loops, files or
 scripts.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

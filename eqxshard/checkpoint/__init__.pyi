@@ -1,0 +1,2 @@
+from ._weight_names import WeightsReport as WeightsReport
+from ._weights import compare_weights as compare_weights
