@@ -73,8 +73,6 @@ from .training._scan_layers import scan_layers as scan_layers
 from .training._state import TrainState as TrainState
 from .training._train_step import TrainStep as TrainStep
 from .training._train_step import make_train_step as make_train_step
-from .training._typecheck import TypeReport as TypeReport
-from .training._typecheck import typecheck as typecheck
 from .transforms._filter_jit import filter_jit as filter_jit
 from .transforms._shard_map import filter_shard_map as filter_shard_map
 
