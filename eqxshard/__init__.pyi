@@ -7,7 +7,6 @@ from . import testing as testing
 from . import trackers as trackers
 from ._errors import UsageError as UsageError
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
-from .checkpoint._programs import keep_programs as keep_programs
 from .checkpoint._weight_names import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
