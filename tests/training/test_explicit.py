@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from explicit_model import Model, batches, loss_fn, losses, make_state
+from helpers import once
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -290,7 +291,7 @@ def test_axes_of_size_1_are_in_no_type(as_scripts_run):
             mesh=mesh,
             rule=rule,
         )
-        train_step = eqxshard.make_train_step(loss_fn, optax.sgd(0.1), max_compiles=1)
+        train_step = eqxshard.make_train_step(once(loss_fn), optax.sgd(0.1))
         x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
         found = []
         for _ in range(2):

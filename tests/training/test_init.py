@@ -19,6 +19,7 @@ from helpers import (
     lenient,
     make_batch,
     make_mesh,
+    once,
     squared_errors,
 )
 
@@ -95,7 +96,7 @@ def test_weak_types_are_those_of_an_abstract_state_and_of_a_checkpoint(
     def loss_fn(model, batch, key):
         return jnp.sum(model(batch["x"]) ** 2, -1)
 
-    train_step = eqxshard.make_train_step(loss_fn, optim, max_compiles=1, lint="off")
+    train_step = eqxshard.make_train_step(once(loss_fn), optim, lint="off")
     batch = {"x": np.ones((8, 8), np.float32)}
     state, _ = train_step(state, batch)
     checkpointer = eqxshard.Checkpointer(tmp_path / "run")
