@@ -39,7 +39,6 @@ from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult
-from .run import cache_compilations as cache_compilations
 from .run import cli as cli
 from .run import train as train
 from .sharding._combinators import combine as combine
