@@ -7,7 +7,6 @@ from . import testing as testing
 from . import trackers as trackers
 from ._errors import UsageError as UsageError
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
-from .checkpoint._programs import keep_programs as keep_programs
 from .checkpoint._weight_names import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
@@ -40,7 +39,6 @@ from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult
-from .run import cache_compilations as cache_compilations
 from .run import cli as cli
 from .run import train as train
 from .sharding._combinators import combine as combine
@@ -73,8 +71,6 @@ from .training._scan_layers import scan_layers as scan_layers
 from .training._state import TrainState as TrainState
 from .training._train_step import TrainStep as TrainStep
 from .training._train_step import make_train_step as make_train_step
-from .training._typecheck import TypeReport as TypeReport
-from .training._typecheck import typecheck as typecheck
 from .transforms._filter_jit import filter_jit as filter_jit
 from .transforms._shard_map import filter_shard_map as filter_shard_map
 

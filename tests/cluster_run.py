@@ -1,7 +1,6 @@
 """A small training run that resumes, for the tests of several processes."""
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -84,7 +83,6 @@ def main() -> None:
     parser.add_argument("--stall-process", type=int, help="stalls in step 8, from step 0")
     parser.add_argument("--linger", type=float, default=0.0, help="seconds, in evaluations")
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
-    parser.add_argument("--keep-programs", action="store_true")
     parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
     parser.add_argument("--address")
@@ -163,21 +161,17 @@ def main() -> None:
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
     print(f"resuming from step {begin} in {jax.process_count()} processes")
-    keeps = contextlib.nullcontext()
-    if args.keep_programs:
-        keeps = eqxshard.keep_programs(f"{args.folder}/programs", resume=begin > 0)
-    with keeps:
-        state = eqxshard.fit(
-            state,
-            train_step,
-            loader,
-            steps=args.steps,
-            log_every=1,
-            evaluate=evaluate,
-            checkpointer=None if differ == "checkpointer" and not first else checkpointer,
-            trackers=trackers,
-            hang_seconds=args.hang_seconds,
-        )
+    state = eqxshard.fit(
+        state,
+        train_step,
+        loader,
+        steps=args.steps,
+        log_every=1,
+        evaluate=evaluate,
+        checkpointer=None if differ == "checkpointer" and not first else checkpointer,
+        trackers=trackers,
+        hang_seconds=args.hang_seconds,
+    )
     print(f"finished at step {int(state.step)}")
 
 

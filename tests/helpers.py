@@ -99,6 +99,11 @@ def squared_errors(model, batch, key):
     return jnp.sum((jax.vmap(model)(batch["x"], keys) - batch["y"]) ** 2, axis=-1)
 
 
+def once(fn):
+    """A function that raises if JAX traces it a second time."""
+    return eqx.debug.assert_max_traces(fn, max_traces=1)
+
+
 def source(examples=100):
     """Examples that know their number; in batches of 32, the last one is ragged."""
     rng = np.random.default_rng(0)

@@ -27,10 +27,11 @@ def losses_of(batches: list[Any], mesh) -> list[float]:
         rule=rule,
     )
 
+    @eqx.debug.assert_max_traces(max_traces=1)
     def loss_fn(model, batch, key):
         return jnp.sum((jax.vmap(model)(batch["x"]) - batch["x"]) ** 2, -1)
 
-    train_step = eqxshard.make_train_step(loss_fn, optim, max_compiles=1)
+    train_step = eqxshard.make_train_step(loss_fn, optim)
     found = []
     for batch in batches:
         state, metrics = train_step(state, batch)

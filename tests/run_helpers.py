@@ -30,7 +30,7 @@ def call(capsys, monkeypatch, script, *options):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *map(str, options)])
         # It is for all of the process, and so for other tests.
-        patch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
+        patch.setattr("eqxshard.run._cli._cache_compiled", lambda: None)
         with (
             # Optax itself mixes dtypes.
             jax.numpy_dtype_promotion("standard"),

@@ -224,29 +224,6 @@ def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_the_programs_of_the_first(tmp_path, whole):
-    how = {"processes": 2, "devices": 1, "JAX_LOG_COMPILES": "1"}
-    for steps, compiling in ((10, ["[0]", "[1]"]), (15, [])):
-        status, out = run(tmp_path, "--keep-programs", f"--steps={steps}", **how)
-        assert status == 0, out
-        found = re.findall(r"^(\[.\]) .*XLA compilation of jit\(train_step\)", out, re.M)
-        assert sorted(found) == compiling
-    ours, theirs = arrays_of(tmp_path), arrays_of(whole)
-    for path, array in theirs.items():
-        np.testing.assert_array_equal(ours[path], array, err_msg=path)
-    # In one process alone.
-    for program in tmp_path.glob("programs/1/*[0-9a-f]"):
-        program.write_bytes(program.read_bytes()[:-1])
-    status, out = run(tmp_path, "--keep-programs", "--steps=20", **how)
-    assert status != 0
-    for process in "[0]", "[1]":
-        said = (
-            rf"^{re.escape(process)} ValueError: train_step .* is damaged; undo that, or "
-        )
-        assert re.search(said, out, re.MULTILINE), out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, says",
     [

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from grades import graded
-from helpers import lenient, stack
+from helpers import compiles, lenient, stack
 from jax.sharding import AxisType
 
 import eqxshard
@@ -335,7 +335,7 @@ def train(case):
     before = arrays_of(state.model, state.model_state, state.opt_state)
     before = {path: np.array(x) for path, x in before.items()}
     options = {name: case[name] for name in ("accumulate", "nonfinite", "grad_norms")}
-    step = eqxshard.make_train_step(loss_fn, optim, max_compiles=1, lint="off", **options)
+    step = eqxshard.make_train_step(loss_fn, optim, lint="off", **options)
     batches: Any = [make_batch(case, step) for step in range(STEPS)]
     if case["many"]:
         batches = [stack(batches)]
@@ -343,10 +343,12 @@ def train(case):
         rows = eqxshard.batch_sharding(mesh, stacked=case["many"])
         batches = [jax.device_put(batch, rows) for batch in batches]
     found = []
-    for batch in batches:
-        extra = (state.model,) if case["extra"] else ()
-        state, metrics = (step.many if case["many"] else step)(state, batch, *extra)
-        found.append(jax.device_get(metrics))
+    with compiles("train_steps" if case["many"] else "train_step") as events:
+        for batch in batches:
+            extra = (state.model,) if case["extra"] else ()
+            state, metrics = (step.many if case["many"] else step)(state, batch, *extra)
+            found.append(jax.device_get(metrics))
+    assert events.count("backend_compile_duration") == 1
     after = arrays_of(state.model, state.model_state, state.opt_state)
     return eqxshard.Metrics.stack(found), before, after
 

@@ -19,7 +19,7 @@ from ..sharding._leaves import is_key
 from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
-from ..training._memory import is_out_of_memory
+from ..training._memory import REMEDY, is_out_of_memory, says_what_it_needs
 from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep
 from ._batches import Position
@@ -29,11 +29,7 @@ from ._report import shown
 
 _LOG = logging.getLogger(__name__)
 
-_OF_DEVICES = (
-    "use a smaller batch, accumulate= (the same batch in parts), remat (activations "
-    "computed again), bfloat16, or a rule and a mesh that split the state, such as fsdp()."
-)
-#: Of the host, by what the run did.
+#: Remedies for a host without memory, by what the run did.
 _OF_HOST = {
     "data": "use a smaller prefetch=, fewer workers=, or a smaller batch.",
     "checkpoint": "a save holds a copy of this process's part of the state, {state}; save "
@@ -84,16 +80,12 @@ def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_memory(loop: Loop, train_step: Any) -> Iterator[None]:
-    """Say of an error for want of memory what the run did, and what would make it fit."""
+    """Say of an error for want of memory what the run did, and what to do."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             error.add_note(_describe(loop, train_step, error))
-            handed: Any = error
-            # Where steps have succeeded, starting again may help.
-            succeeded = loop.step - loop.first > IN_FLIGHT * loop.count
-            handed.is_passing = getattr(error, "is_passing", succeeded)
         raise
 
 
@@ -114,13 +106,12 @@ def _describe(loop: Loop, train_step: Any, error: Exception) -> str:
         )
         remedy = _OF_HOST.get(part, _OF_HOST["other"]).format(state=format_bytes(size))
         return f"The host was out of memory {where}; {remedy}"
-    if hasattr(error, "is_passing"):
-        # What failed has said what it needs.
+    if says_what_it_needs(error):
         return f"This was {where}."
     needs = None
     if isinstance(train_step, TrainStep) and part not in ("data", "evaluation"):
         needs = train_step.machine.describe_memory()
-    return f"The devices were out of memory {where}; {needs or _OF_DEVICES}"
+    return f"The devices were out of memory {where}; {needs or REMEDY}"
 
 
 def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> None:

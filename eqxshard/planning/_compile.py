@@ -33,7 +33,6 @@ from ..training._layout import (
 )
 from ..training._state import TrainState
 from ..training._train_step import TrainStep, make_train_step
-from ..transforms._cache import cache_compilations
 from ._backends import find_devices
 from ._modules import compile_step
 from ._plan import Plan, PlannedMemory
@@ -224,8 +223,8 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
     # Plans are compiled without the cache, and JAX decides only once whether to use it.
     jax.config.update("jax_enable_compilation_cache", True)
     reset_cache()
-    if cache_compilations(folder) is None:
-        return f"nothing is kept in {folder}, which others may write to"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Otherwise JAX would return the program that it has in memory.
     jax.clear_caches()
     lower().compile()

@@ -69,7 +69,7 @@ def plan(
         step, and temporaries are an upper estimate.
     - `explicit`: the axes that are Explicit, as for [`eqxshard.make_mesh`][], for a model
         that is written for them.
-    - `cache`: a folder for [`eqxshard.cache_compilations`][], in which to keep the compiled
+    - `cache`: a folder for JAX's cache of compiled programs, in which to keep the compiled
         step, so that a run on such devices need not compile it. It is compiled once more
         for that. `plan.notes` says what is there.
 

@@ -3,7 +3,6 @@
 The pieces can be used one by one. May use every other room; nothing uses this one.
 """
 
-from ..transforms._cache import cache_compilations as cache_compilations
 from ._cli import cli as cli
 from ._config import RunConfig as RunConfig
 from ._config import default as default

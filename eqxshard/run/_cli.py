@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jax
+import platformdirs
 import tyro
 
 from .._errors import UsageError
@@ -21,7 +22,6 @@ from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..sharding._text import comma_list, say
-from ..transforms._cache import cache_compilations
 from ._config import RunConfig, command_line, option
 from ._errors import exit_on_errors
 from ._planned import planned_by, print_plan
@@ -38,8 +38,9 @@ def cli(
     """Run a script's main function with arguments from the command line, and exit.
 
     Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
-    joins others, if there are any ([`eqxshard.initialize`][]), and keeps compiled
-    programs ([`eqxshard.cache_compilations`][]). With `--plan`, it runs up to its call of
+    joins others, if there are any ([`eqxshard.initialize`][]). JAX keeps what it compiles
+    for the next start: in the folder that `JAX_COMPILATION_CACHE_DIR` names, else in one in
+    the user's cache directory. With `--plan`, it runs up to its call of
     [`eqxshard.train`][], which is then planned instead.
 
     What this library raised on purpose, and an [`eqxshard.UsageError`][] of the script,
@@ -88,7 +89,7 @@ def cli(
             else:
                 # Orbax's logging would put the names of loggers before what they say.
                 logging.basicConfig(format="%(message)s")
-                cache_compilations()
+                _cache_compiled()
                 initialize()
                 last_line = main(parsed)
                 if last_line is not None and jax.process_index() == 0:
@@ -101,6 +102,16 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
+
+
+def _cache_compiled() -> None:
+    """Have JAX keep all that it compiles in a folder, for the next start."""
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        folder = platformdirs.user_cache_path("eqxshard") / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    # JAX's default leaves out what compiles in less than a second, as most of a small
+    # model's start does.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | None]:

@@ -111,8 +111,6 @@ class RunConfig:
     changes: Annotated[tuple[Change, ...], default("nothing")] = ()
     """What may differ in a run that resumes: batch_size, optimizer, model, or several.
     New arrays are initialized, and old ones are dropped."""
-    keep_programs: bool = False
-    """Keep what is compiled in --output; a run that resumes with this uses the same."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
     """Steps between checkpoints."""
     evaluate_every: Annotated[int | None, default("an epoch", "INT")] = None

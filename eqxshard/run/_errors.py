@@ -31,9 +31,8 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
     """End the process at an error: with one line if it was raised on purpose.
 
     Those are a `UsageError`, and an `OSError` where this library asked for the file: exit
-    status 2, as where memory is not enough for the first steps of a run. Another error is
-    a bug. Its traceback shows the user's own code alone, whose last line is the place to
-    look at: exit status 1.
+    status 2. Another error is a bug. Its traceback shows the user's own code alone, whose
+    last line is the place to look at: exit status 1.
 
     **Arguments:**
 
@@ -49,9 +48,6 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
             raise
         on_purpose = _is_on_purpose(error)
         status = 2 if on_purpose else 1
-        if is_out_of_memory(error) and not getattr(error, "is_passing", False):
-            # A launcher that started it again would meet it again.
-            status = 2
         if whole_traceback:
             traceback.print_exc()
         elif is_out_of_memory(error) and _is_in_ours(error):

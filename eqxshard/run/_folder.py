@@ -44,7 +44,6 @@ class RunFolder:
         nothing. It is written during the run and at the end.
     - `record`: `run.json`, in which [`eqxshard.train`][] says what the run is, and how it
         ended.
-    - `programs`: where [`eqxshard.keep_programs`][] keeps compiled programs.
     - `warnings`: `warnings.jsonl`, what was warned of during [`eqxshard.train`][].
 
     **Arguments:**
@@ -74,7 +73,6 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.page = self.path / "index.html"
         self.record = self.path / "run.json"
-        self.programs = self.path / "programs"
         self.warnings = self.path / "warnings.jsonl"
         self._log: JSONLines | None = None
 

@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from .._errors import UsageError
 from ..checkpoint._best import Mode, best_mode
 from ..checkpoint._checkpointer import Checkpointer
-from ..checkpoint._programs import keep_programs
 from ..compiled._findings import Lint
 from ..data._datasets import is_planning
 from ..data._host import Transform
@@ -44,7 +43,6 @@ from ..training._advice import short_traceback
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import init_state
-from ..training._inputs import ONE_BATCH
 from ..training._layout import unused_axes
 from ..training._precision import Precision
 from ..training._state import states_of, step_of
@@ -233,11 +231,6 @@ def train(
     last = last_step(config, epochs, steps, loader.steps)
     timed = training.for_steps(last)
     step = timed.make_step()
-    if config.keep_programs and not isinstance(step, TrainStep):
-        raise UsageError(
-            f"{option('keep_programs')} is for the step that train makes of a loss_fn, and "
-            "this script has a step of its own; leave it out."
-        )
     evaluation = None
     if metric_fn is not None and eval_data is not None:
         evaluation = Evaluation(
@@ -255,15 +248,11 @@ def train(
     resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
     key = jax.random.key(config.seed)
     replays = replaying(make_model)
-    keeps = contextlib.nullcontext()
-    if config.keep_programs:
-        keeps = keep_programs(folder.programs, resume=resumes)
     with (
         short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
         replays,
-        keeps,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
             changed: dict[str, Any] = {}
@@ -284,15 +273,10 @@ def train(
             ended = why_ended(callbacks, checkpointer.description(first)["callbacks"])
         goes_on = first < last and ended is None
         if isinstance(step, TrainStep) and goes_on:
-            # A mistake in the loss function leaves no run behind, and a program that
-            # cannot be used leaves the run as it is.
+            # A mistake in the loss function leaves no run behind.
             lowered = step.lower(state, loader.shapes())
         if goes_on:
             check_metrics(evaluation, state, lowered, best, callbacks)
-        if isinstance(step, TrainStep) and lowered and config.keep_programs and resumes:
-            with announced("reading the program of the step"):
-                call = step.machine.look_up(state, None, ONE_BATCH)
-                step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         if config.overwrite:
             forget_crash_dump(checkpointer.directory / "crash_dump")

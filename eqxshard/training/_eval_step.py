@@ -42,7 +42,6 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rule: Rule | None = None,
     precision: Precision | None = None,
-    max_compiles: int | None = None,
     lint: Lint = "warn",
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
@@ -60,7 +59,7 @@ def make_eval_step(
     - `mesh`, `rule`: by default, arrays are used as the model's are stored.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
-    - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
+    - `lint`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
@@ -68,7 +67,7 @@ def make_eval_step(
 
     **Raises:**
 
-    `ValueError` if `max_compiles` is not positive, or `lint` is invalid.
+    `ValueError` if `lint` is invalid.
 
     !!! Example
 
@@ -84,7 +83,7 @@ def make_eval_step(
     if mesh is not None:
         check_mesh(mesh)
     make = ft.partial(_make_pure, metric_fn, mesh, rule, precision)
-    machine = StepMachine("eval_step", metric_fn, "model", make, max_compiles, lint)
+    machine = StepMachine("eval_step", metric_fn, "model", make, lint)
     return EvalStep(machine)
 
 
@@ -110,8 +109,8 @@ class EvalStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh, the model was donated,
-        the step would compile more than `max_compiles` times, or lint finds an error.
+        `ValueError` if the batch does not divide over the mesh, the model was donated, or
+        lint finds an error.
         """
         refuse_state(model, "an eval step", takes_pair=True)
         call = self.machine.look_up(None, model, ONE_BATCH)

@@ -31,7 +31,6 @@ class Stored(NamedTuple):
     - `storage`: its sharding.
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
-    - `path`: where it is: `model.layers.0.weight`.
     - `is_passed_on`: whether it had been gathered when `jax.jit` or its like passed it on.
     """
 
@@ -39,7 +38,6 @@ class Stored(NamedTuple):
     storage: NamedSharding
     update: NamedSharding
     dtype: DTypeLike | None
-    path: str = ""
     is_passed_on: bool = False
 
     def gather(self) -> Array:
@@ -117,13 +115,12 @@ def gathered(
     pairs: list[tuple[Array, Stored]] = []
 
     def gather(keys: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
-        path = leaf_path(keys)
-        dtype = None if precision is None else precision.compute_type(path)
+        dtype = None if precision is None else precision.compute_type(leaf_path(keys))
         if storage is None:
             return replicated_on(cast(leaf, dtype), mesh)
         # In user code, which may be a loop over layers, on the axes that it sees.
         leaf = to_explicit(leaf, storage)
-        stored = Stored(leaf, storage, update or storage, dtype, path)
+        stored = Stored(leaf, storage, update or storage, dtype)
         pairs.append((stored.gather(), stored))
         return pairs[-1][0]
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
 from ..data._weights import LOSS_WEIGHT, WEIGHT
-from ..sharding._explicit import is_explicit, replicated_on, to_auto, to_explicit
+from ..sharding._explicit import replicated_on, to_auto, to_explicit
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
@@ -38,7 +38,6 @@ from ._gather import gathered
 from ._layout import StateLayout
 from ._precision import Precision, check_patterns
 from ._state import TrainState, split_model, state_indices, with_state
-from ._typecheck import add_type_note
 from .rewrite._float8 import with_float8
 from .rewrite._sums import sum_gradients
 
@@ -219,8 +218,6 @@ def step_context(
         try:
             yield model, jax.tree.map(lambda x: to_explicit(x, rows), batch)
         except Exception as error:
-            if is_explicit(mesh):
-                add_type_note(error)
             add_advice(error, batch, stateful=bool(state_indices(model["model"])))
             raise
 

@@ -6,9 +6,8 @@
 import collections
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,7 +24,6 @@ from ..transforms._compiles import CompileLog, function_name
 from ._advice import shorten_traceback
 from ._donation import (
     Separate,
-    any_donated,
     check_not_donated,
     check_state_not_donated,
     copy_shared,
@@ -34,7 +32,13 @@ from ._donation import (
 from ._inputs import NOTHING, Signature, StepInput, is_elsewhere, placed
 from ._jit import Program, call_jitted, jit_on
 from ._lint import lint_step
-from ._memory import Memory, arguments_of, explaining_state, free_memory, is_out_of_memory
+from ._memory import (
+    Memory,
+    arguments_of,
+    explaining_state,
+    is_out_of_memory,
+    says_what_it_needs,
+)
 from ._metrics import Metrics
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
@@ -43,24 +47,6 @@ from ._state import TrainState, flatten_state, unflatten_state
 #: simulated CPU devices, whose collectives share one pool of threads, deadlock after some
 #: hundreds.
 IN_FLIGHT = 2
-
-
-class Keeper(Protocol):
-    """Compiles the programs of steps, and keeps them in a folder."""
-
-    def get(self, call: "Call", batch: PyTree) -> jax.stages.Compiled | None:
-        """What this has compiled or read for arguments of these shapes."""
-        ...
-
-    def compile(
-        self, lowered: jax.stages.Lowered, name: str, of: str, call: "Call", batch: PyTree
-    ) -> jax.stages.Compiled:
-        """Compile a program and keep it; or read it, if it is kept."""
-        ...
-
-
-#: Set within [`eqxshard.keep_programs`][].
-keeper: ContextVar[Keeper | None] = ContextVar("eqxshard_keeper", default=None)
 
 
 class Key(NamedTuple):
@@ -166,11 +152,11 @@ class StepMachine:
     - `keeps`: what errors call what the step keeps.
     - `make`: makes the program for a key, but for what is compiled, given the state and
         the arrays that are kept.
-    - `max_compiles`, `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
+    - `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
 
     **Raises:**
 
-    `ValueError` if `max_compiles` or `lint` is invalid.
+    `ValueError` if `lint` is invalid.
     """
 
     def __init__(
@@ -179,7 +165,6 @@ class StepMachine:
         user_fn: Callable[..., Any],
         keeps: str,
         make: Callable[[Any, list[Any], Key], Variant],
-        max_compiles: int | None,
         lint: Lint,
         compiler_options: Mapping[str, Any] | None = None,
     ):
@@ -187,7 +172,7 @@ class StepMachine:
         self._of = function_name(user_fn)
         self._keeps = keeps
         self._make = make
-        self._log = CompileLog(max_compiles)
+        self._log = CompileLog()
         self._levels = lint_levels(lint)
         self._compiler_options = compiler_options
         self._reported: set[Finding] = set()
@@ -268,20 +253,15 @@ class StepMachine:
         is_new = step.is_new
         try:
             self._in_flight.make_room()
-            keeps = keeper.get()
             if is_new and {*self._levels.values()} != {"off"}:
                 made = self.compile(call, batch)
                 step.memory = Memory.of(self._named(key, batch), call, batch, made)
                 self._report([*lint_step(call, made, batch)])
-            program = step.jitted
-            if keeps is not None:
-                program = keeps.get(call, batch) or self.compile(call, batch).compiled
             step.is_new = False
             if state is not None and state._flat is None:
                 # Not from a step, so it may be anywhere.
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
-            arguments = program, arrays, kept, batch
             if is_new:
                 # Where these could not be made, the step is not to blame.
                 with (
@@ -289,27 +269,16 @@ class StepMachine:
                     waiting("the devices", for_others=True),
                 ):
                     jax.block_until_ready((arrays, kept))
-            try:
-                arrays, metrics = call_jitted(*arguments)
-            except Exception as error:
-                # Once more, if that takes nothing that is not needed for it.
-                if not is_out_of_memory(error) or any_donated(arrays):
-                    raise
-                if not self._memory(call, batch).could_fit():
-                    raise
-                self._in_flight.make_room(IN_FLIGHT)
-                free_memory()
-                arrays, metrics = call_jitted(*arguments)
+            arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
             if is_new:
                 # Most steps that do not fit fail the first time, and say so here.
                 with waiting("the devices", for_others=True):
                     jax.block_until_ready(metrics)
         except Exception as error:
-            if is_out_of_memory(error) and not hasattr(error, "is_passing"):
-                error.add_note(self._memory(call, batch).describe())
-                handed: Any = error
-                # Whether it may pass when the program starts again: it has run before.
-                handed.is_passing = not is_new
+            if is_out_of_memory(error) and not says_what_it_needs(error):
+                if step.memory is None:
+                    step.memory = Memory.of(self._named(key, batch), call, batch)
+                error.add_note(step.memory.describe())
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
             if isinstance(error, TypeError | ValueError):
@@ -324,28 +293,16 @@ class StepMachine:
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
     def describe_memory(self) -> str | None:
-        """What the largest of the programs needs, and what would make it fit."""
+        """What the largest of the programs needs, and what to do if it does not fit."""
         known = [x.memory for x in self._variants.values() if x.memory is not None]
         most = max(known, key=lambda memory: memory.peak or 0, default=None)
         return most and most.describe()
-
-    def _memory(self, call: Call, batch: PyTree) -> Memory:
-        """What the program of a call needs."""
-        program = None
-        if call.variant.memory is None:
-            # Unless it is this that failed, or that needs the other processes.
-            if not call.variant.is_new and keeper.get() is None:
-                with contextlib.suppress(Exception):
-                    program = self.compile(call, batch)
-            name = self._named(call.key, batch)
-            call.variant.memory = Memory.of(name, call, batch, program)
-        return call.variant.memory
 
     def _named(self, key: Key, batch: PyTree) -> str:
         return f"{key.kind.program(self._name, batch)} of {self._of}"
 
     def compile(self, call: Call, batch: PyTree) -> Program:
-        """Compile the program, unless it is kept.
+        """Compile the program.
 
         Arrays are taken to be where the program takes them, wherever they are.
         """
@@ -356,11 +313,7 @@ class StepMachine:
         # A call with arguments like them compiles nothing then: JAX keeps the executable.
         shapes = call.key.kind.shapes(batch, call.variant.mesh)
         traced = call.variant.jitted.trace(state, call.kept, shapes)
-        lowered, keeps = traced.lower(), keeper.get()
-        if keeps is None:
-            return Program(traced.jaxpr, lowered.compile())
-        name = call.key.kind.program(self._name, batch)
-        return Program(traced.jaxpr, keeps.compile(lowered, name, self._of, call, batch))
+        return Program(traced.jaxpr, traced.lower().compile())
 
     def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
         """Compile the program; also return what lint finds in it, whatever the level."""

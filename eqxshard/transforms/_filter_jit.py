@@ -12,7 +12,8 @@ from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError
-from ..sharding._placement import broadcast_prefix, filter_shard
+from ..sharding._leaves import array_leaves
+from ..sharding._placement import filter_shard
 from ._compiles import CompileLog, function_name
 from ._partition import Static, partition
 
@@ -20,8 +21,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Donate = Literal["none", "all", "all-except-first"] | int | Sequence[int]
-#: One sharding for all arguments, or a tuple with an entry for each.
-Shardings = Sharding | tuple[PyTree[Sharding | None], ...] | None
 
 
 class _Arguments(NamedTuple):
@@ -38,9 +37,7 @@ class _FilterJit(Generic[_P, _T]):
         self,
         fn: Callable[_P, _T],
         donate: Donate,
-        in_shardings: Shardings,
         out_shardings: PyTree[Sharding | None],
-        compile_log: CompileLog,
     ):
         ft.update_wrapper(self, fn, updated=())
         # The name in profiles and compiled modules.
@@ -55,9 +52,8 @@ class _FilterJit(Generic[_P, _T]):
         # arguments: as constants they would be compiled in.
         self._fn_arrays, self._fn_static = partition(fn, "fn")
         self._donates = _donation(donate, fn)
-        self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._compile_log = compile_log
+        self._compile_log = CompileLog()
         self._jitted: dict[tuple[Static, bool], Any] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -121,18 +117,13 @@ class _FilterJit(Generic[_P, _T]):
             return partition(out, "result")
 
         flat.__name__ = flat.__qualname__ = self._name
-        donated, in_shardings = [], []
-        per_argument = _per_argument(self._in_shardings, len(args))
-        for index, (argument, sharding) in enumerate(
-            zip((*args, kwargs), per_argument, strict=True)
-        ):
-            entries = broadcast_prefix(sharding, argument)
+        donated, start = [], 0
+        for index, argument in enumerate((*args, kwargs)):
+            end = start + len(array_leaves(argument))
             if self._donates(index if index < len(args) else None):
-                start = len(in_shardings)
-                donated.extend(range(start, start + len(entries)))
-            in_shardings.extend(entries)
-        in_shardings.extend([None] * len(self._fn_arrays))
-        return jax.jit(flat, donate_argnums=donated, in_shardings=tuple(in_shardings))
+                donated.extend(range(start, end))
+            start = end
+        return jax.jit(flat, donate_argnums=donated)
 
 
 @overload
@@ -140,9 +131,7 @@ def filter_jit(
     fn: Callable[_P, _T],
     *,
     donate: Donate = "none",
-    in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
-    max_compiles: int | None = None,
 ) -> _FilterJit[_P, _T]: ...
 
 
@@ -150,9 +139,7 @@ def filter_jit(
 def filter_jit(
     *,
     donate: Donate = "none",
-    in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
-    max_compiles: int | None = None,
 ) -> Callable[[Callable[_P, _T]], _FilterJit[_P, _T]]: ...
 
 
@@ -160,15 +147,15 @@ def filter_jit(
     fn: Any = None,
     *,
     donate: Donate = "none",
-    in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
-    max_compiles: int | None = None,
 ) -> Any:
     """Compile a function of PyTrees: arrays are traced, everything else is static.
 
     Like `equinox.filter_jit`, but it returns without waiting for the result, costs less
-    per call (the arrays go to `jax.jit` as a flat list), takes shardings, and donates the
-    arguments that you name. Warnings about unusable donated buffers are shown.
+    per call (the arrays go to `jax.jit` as a flat list), takes the shardings of the result,
+    and donates the arguments that you name. Warnings about unusable donated buffers are
+    shown, and each compile but the first is explained in the log, as a warning: which
+    argument changed.
 
     **Arguments:**
 
@@ -178,16 +165,8 @@ def filter_jit(
     - `donate`: the arguments to donate, so that their memory is reused for the results
         and they are deleted: `"none"`, `"all"`, `"all-except-first"`, or one or more
         positions. Arrays that belong to `fn` itself are never donated.
-    - `in_shardings`: the shardings of the arguments: one for all, or a tuple with one
-        entry per positional argument, each a sharding, a PyTree of them that is a prefix
-        of the argument, or `None` to leave it as it is. Uncommitted arrays, such as
-        NumPy's, are moved there.
     - `out_shardings`: the shardings of the result: one, or a PyTree of them that is a
         prefix of the result.
-    - `max_compiles`: how many times it may be traced and compiled; one more raises. By
-        default it may be any number of times, and each but the first is explained in the
-        log, as a warning: which argument changed. (If only the sharding of an argument
-        changes, JAX compiles what it traced before, and that does not count.)
 
     **Returns:**
 
@@ -196,10 +175,9 @@ def filter_jit(
 
     **Raises:**
 
-    `ValueError` if `donate` is none of these or `max_compiles` is not positive; when
-    called, `TypeError` naming a leaf that is neither an array nor hashable, and
-    `ValueError` if an array does not divide as its sharding asks or is committed to
-    another, or the function would compile more than `max_compiles` times.
+    `ValueError` if `donate` is none of these; when called, `TypeError` naming a leaf that
+    is neither an array nor hashable, and `ValueError` if an array of the result does not
+    divide as its sharding asks.
 
     !!! Example
 
@@ -212,11 +190,9 @@ def filter_jit(
         return ft.partial(
             filter_jit,
             donate=donate,
-            in_shardings=in_shardings,
             out_shardings=out_shardings,
-            max_compiles=max_compiles,
         )
-    return _FilterJit(fn, donate, in_shardings, out_shardings, CompileLog(max_compiles))
+    return _FilterJit(fn, donate, out_shardings)
 
 
 def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], bool]:
@@ -236,15 +212,3 @@ def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], 
         )
     jax.jit(fn, donate_argnums=positions)  # Refuses those that the function does not have.
     return lambda index: index in positions
-
-
-def _per_argument(shardings: Shardings, count: int) -> tuple[PyTree[Sharding | None], ...]:
-    """One entry for each positional argument, and one for the keyword arguments."""
-    if not isinstance(shardings, tuple):
-        return (shardings,) * (count + 1)
-    if len(shardings) != count:
-        raise UsageError(
-            f"in_shardings has {len(shardings)} entries for {count} positional arguments; "
-            "give one for each (None to leave it as it is)."
-        )
-    return (*shardings, None)

@@ -6,10 +6,10 @@ from functools import partial
 import equinox as eqx
 import jax
 import pytest
-from helpers import assert_equal, compiles
+from helpers import assert_equal
 from page_parser import parse
 from run_helpers import files, measured, read_lines
-from run_script import EXAMPLES, Line, loss_fn, make_data
+from run_script import EXAMPLES, Line, make_data
 from run_train_helpers import (
     CONFIG,
     STEPS,
@@ -125,36 +125,6 @@ def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, mo
     assert "resuming from step 8." in capsys.readouterr().out.splitlines()
     assert_ended_as(tmp_path, finished)
     assert run.metrics == finished.metrics
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_the_programs_it_was_started_with(
-    finished, tmp_path, capsys, monkeypatch
-):
-    config = dataclasses.replace(CONFIG, keep_programs=True)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("eqxshard.loop._ends._keep_state", lambda *error: None)
-        train(tmp_path, config, trackers=(Dies(),))
-    config = dataclasses.replace(config, resume="yes")
-    before = files(tmp_path)
-    said = refusal(tmp_path, config, loss_fn=lambda *given: 2 * loss_fn(*given))
-    assert said.startswith("train_step of <lambda> cannot be run as it was compiled: the ")
-    assert files(tmp_path) == before
-    with compiles("train_step") as trained, compiles("eval_step") as evaluated:
-        train(tmp_path, config)
-    assert "backend_compile_duration" not in trained + evaluated
-    assert_ended_as(tmp_path, finished)
-
-
-def test_programs_are_kept_of_runs_that_kept_them(copy, tmp_path):
-    before = files(copy)
-    config = dataclasses.replace(resume("yes"), keep_programs=True)
-    assert "has no programs, as of a run without" in refusal(copy, config, epochs=3)
-    assert files(copy) == before
-    own = {"loss_fn": None, "train_step": lambda state, batch: (state, {})}
-    config = dataclasses.replace(CONFIG, keep_programs=True)
-    said = refusal(tmp_path / "other", config, **own)
-    assert "this script has a step of its own; leave it out." in said
 
 
 def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, lenient, make_batch
+from helpers import arrays, lenient, make_batch, once
 from step_helpers import make
 
 import eqxshard
@@ -116,7 +116,7 @@ def test_the_average_is_where_the_weights_are(rule, dtype):
     def metric_fn(model, batch):
         return {"out": jax.vmap(model)(batch["x"].astype(dtype))}
 
-    eval_step = eqxshard.make_eval_step(metric_fn, max_compiles=1)
+    eval_step = eqxshard.make_eval_step(once(metric_fn))
     eval_step(state.model, make_batch())
     model = eqxshard.ema_model(state)
     # Of a state that is on no mesh, too.

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, make_batch, make_loader, make_mesh, stack
+from helpers import (
+    RULES,
+    make_batch,
+    make_loader,
+    make_mesh,
+    once,
+    squared_errors,
+    stack,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 from step_helpers import make, mean_of_x, setup, without_dropout
 
@@ -34,8 +42,8 @@ def from_anywhere(mesh):
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=4"])
 def test_one_program_serves_batches_from_anywhere(mesh):
     batches = from_anywhere(make_mesh(mesh))
-    state, train_step = make(mesh, "replicate", without_dropout, max_compiles=1)
-    eval_step = eqxshard.make_eval_step(mean_of_x, max_compiles=1)
+    state, train_step = make(mesh, "replicate", once(without_dropout))
+    eval_step = eqxshard.make_eval_step(once(mean_of_x))
     # Also after it was lowered, or linted, for shapes alone.
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in make_batch().items()
@@ -57,7 +65,7 @@ def test_several_batches_from_anywhere_too():
     mesh = make_mesh("fsdp=8")
     several = stack([make_batch(), make_batch()])
     placed = jax.device_put(several, eqxshard.batch_sharding(mesh, stacked=True))
-    state, train_step = make("fsdp=8", "fsdp", without_dropout, max_compiles=1)
+    state, train_step = make("fsdp=8", "fsdp", once(without_dropout))
     for batches in (several, placed, jax.tree.map(jnp.asarray, several)):
         state, _ = train_step.many(state, batches)
     assert int(state.step) == 6
@@ -129,7 +137,7 @@ def test_nothing_but_the_error_is_printed_of_rows_that_do_not_divide(kind, capfd
 
 
 def test_a_loaders_batch_after_one_of_numpy_compiles_nothing():
-    state, train_step = make("data=8", RULES["replicate"], max_compiles=1)
+    state, train_step = make("data=8", RULES["replicate"], once(squared_errors))
     state, _ = train_step(state, make_batch())
     drawn = ({"x": b["x"], "y": b["y"]} for b in make_loader(remainder="drop"))
     state, _ = train_step(state, next(drawn))

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from grades import graded
-from helpers import assert_close, lenient, make_mesh
+from helpers import assert_close, lenient, make_mesh, once
 from optax import contrib
 
 import eqxshard
@@ -161,7 +161,7 @@ def counted(init, update):
 def start(optim):
     placed: dict[str, Any] = {"mesh": make_mesh("data=8"), "rule": eqxshard.replicate()}
     state = eqxshard.init_state(Net, optim, key=KEY, **placed)
-    return state, eqxshard.make_train_step(loss_fn, optim, max_compiles=1)
+    return state, eqxshard.make_train_step(once(loss_fn), optim)
 
 
 def test_numbers_in_the_state_of_an_optimizer_change():

@@ -18,6 +18,7 @@ from helpers import (
     make_batch,
     make_loader,
     make_mesh,
+    once,
     squared_errors,
     stack,
 )
@@ -125,13 +126,21 @@ def test_the_program_is_the_same_in_every_process():
     assert len(texts) == 1
 
 
-def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
-    state, train_step = make("data=8", "replicate", max_compiles=1)
+def test_a_compile_is_explained_or_refused_by_equinox_and_the_state_is_whole(caplog):
+    state, train_step = make("data=8", "replicate")
+    for rows in (32, 24):
+        state, _ = train_step(state, make_batch(rows))
+    # Of another number of batches, one is expected.
+    state, _ = train_step.many(state, stack([make_batch()]))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "train_step of squared_errors compiles again. Changed: batch.x: float32[32,8] -> "
+        "float32[24,8]; batch.y: float32[32,4] -> float32[24,4]. Keep shapes,"
+    )
+    state, train_step = make("data=8", "replicate", once(squared_errors))
     state, _ = train_step(state, make_batch())
-    with pytest.raises(ValueError, match=r"batch\.x: float32\[32,8\] -> float32\[24,8\]"):
+    with pytest.raises(RuntimeError, match="can only be traced 1 times"):
         train_step(state, make_batch(24))
-    with pytest.raises(ValueError, match=r"train_step\.many \(length 1\) of squared_err"):
-        train_step.many(state, stack([make_batch()]))
     state, _ = train_step(state, make_batch())
     assert int(state.step) == 2
 

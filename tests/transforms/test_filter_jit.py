@@ -230,30 +230,12 @@ def test_a_position_to_donate_must_exist():
 # Shardings
 
 
-def specs(tree):
-    return [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
-
-
-def test_in_shardings_are_prefixes_of_each_argument():
-    def fn(model, batch, name):
-        return model.weight + 1, batch["x"] + 1, [y + 1 for y in batch["y"]]
-
-    data = NamedSharding(MESH, P("data"))
-    jitted = eqxshard.filter_jit(fn, in_shardings=(SPLIT, {"x": None, "y": data}, None))
-    placed = jax.device_put(X, SPLIT)
-    out = jitted(Scale(), {"x": placed, "y": [X, X]}, "name")
-    assert specs(out) == [P("fsdp"), P("fsdp"), P("data"), P("data")]
-    out = jitted(Scale(), {"x": jax.device_put(X, data), "y": [X, X]}, name="name")
-    assert specs(out) == [P("fsdp"), P("data"), P("data"), P("data")]
-
-
 def test_shardings_of_a_module_as_a_rule_decides():
     model = Scale()
     places = eqxshard.shardings(model, MESH, eqxshard.fsdp(min_size=1))
     jitted = eqxshard.filter_jit(
         lambda model: eqx.tree_at(lambda m: m.weight, model, model.weight + 1),
         donate="all",
-        in_shardings=(places,),
         out_shardings=places,
     )
     once = jitted(model)
@@ -280,16 +262,8 @@ def test_out_shardings_are_a_prefix_of_the_result():
 
 
 def test_shardings_that_do_not_fit_are_errors():
-    with pytest.raises(ValueError, match="in_shardings has 1 entries for 2 positional"):
-        eqxshard.filter_jit(lambda x, y: x, in_shardings=(None,))(X, X)
-    with pytest.raises(ValueError, match=r"\(6,\)"):
-        eqxshard.filter_jit(lambda x: x, in_shardings=SPLIT)(X[:6])
     with pytest.raises(ValueError, match=r"a\.0 \(6,\).* over fsdp=4, which does not"):
         eqxshard.filter_jit(lambda x: {"a": [x]}, out_shardings=SPLIT)(X[:6])
-    # What was placed stays where it is.
-    elsewhere = jax.device_put(X, NamedSharding(MESH, P("data")))
-    with pytest.raises(ValueError, match="does not match the sharding"):
-        eqxshard.filter_jit(lambda x: x, in_shardings=SPLIT)(elsewhere)
 
 
 # lower
@@ -297,11 +271,9 @@ def test_shardings_that_do_not_fit_are_errors():
 
 @pytest.mark.versions
 def test_lower_takes_shapes_and_static_values():
-    jitted = eqxshard.filter_jit(
-        lambda model, x, n: model(x) * n, in_shardings=(None, SPLIT, None), donate=1
-    )
+    jitted = eqxshard.filter_jit(lambda model, x, n: model(x) * n, donate=1)
     shapes = eqx.filter_eval_shape(Scale)
-    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SPLIT)
     lowered = jitted.lower(shapes, x, n=2)
     assert isinstance(lowered, jax.stages.Lowered)
     compiled = lowered.compile()
