@@ -42,6 +42,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rule: Rule | None = None,
     precision: Precision | None = None,
+    max_compiles: int | None = None,
     lint: Lint = "warn",
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
@@ -59,7 +60,7 @@ def make_eval_step(
     - `mesh`, `rule`: by default, arrays are used as the model's are stored.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
-    - `lint`: as for [`eqxshard.make_train_step`][].
+    - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
@@ -67,7 +68,7 @@ def make_eval_step(
 
     **Raises:**
 
-    `ValueError` if `lint` is invalid.
+    `ValueError` if `max_compiles` is not positive, or `lint` is invalid.
 
     !!! Example
 
@@ -83,7 +84,7 @@ def make_eval_step(
     if mesh is not None:
         check_mesh(mesh)
     make = ft.partial(_make_pure, metric_fn, mesh, rule, precision)
-    machine = StepMachine("eval_step", metric_fn, "model", make, lint)
+    machine = StepMachine("eval_step", metric_fn, "model", make, max_compiles, lint)
     return EvalStep(machine)
 
 
@@ -109,8 +110,8 @@ class EvalStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh, the model was donated, or
-        lint finds an error.
+        `ValueError` if the batch does not divide over the mesh, the model was donated,
+        the step would compile more than `max_compiles` times, or lint finds an error.
         """
         refuse_state(model, "an eval step", takes_pair=True)
         call = self.machine.look_up(None, model, ONE_BATCH)

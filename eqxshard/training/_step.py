@@ -152,7 +152,7 @@ class StepMachine:
     - `keeps`: what errors call what the step keeps.
     - `make`: makes the program for a key, but for what is compiled, given the state and
         the arrays that are kept.
-    - `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
+    - `max_compiles`, `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
 
     **Raises:**
 
@@ -165,6 +165,7 @@ class StepMachine:
         user_fn: Callable[..., Any],
         keeps: str,
         make: Callable[[Any, list[Any], Key], Variant],
+        max_compiles: int | None,
         lint: Lint,
         compiler_options: Mapping[str, Any] | None = None,
     ):
@@ -172,7 +173,7 @@ class StepMachine:
         self._of = function_name(user_fn)
         self._keeps = keeps
         self._make = make
-        self._log = CompileLog()
+        self._log = CompileLog(max_compiles)
         self._levels = lint_levels(lint)
         self._compiler_options = compiler_options
         self._reported: set[Finding] = set()

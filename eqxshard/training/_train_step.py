@@ -40,6 +40,7 @@ def make_train_step(
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    max_compiles: int | None = None,
     lint: Lint = "warn",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
@@ -94,6 +95,10 @@ def make_train_step(
         not check.
     - `grad_norms`: whether to add a metric `grad_norm`, the norm of all gradients before
         the optimizer sees them.
+    - `max_compiles`: how many times the step may compile; one more raises. By default it
+        may compile any number of times. Each that is not expected is explained in the log:
+        which argument changed. (Expected are the first of a single step, and the first of
+        `many` for each number of batches.)
     - `lint`: what to do about findings when the step first compiles: `"warn"` (with an
         [`eqxshard.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or a
         mapping from kinds of findings to one of these, where the other kinds warn.
@@ -106,9 +111,9 @@ def make_train_step(
 
     **Raises:**
 
-    `TypeError` if `optim` is not an optimizer. `ValueError` if `accumulate`, `nonfinite`
-    or `lint` is invalid, or `nonfinite` does not suit float16, which needs `"skip"`. When
-    it is first called, `ValueError` if XLA knows no such option.
+    `TypeError` if `optim` is not an optimizer. `ValueError` if `accumulate`, `nonfinite`,
+    `max_compiles` or `lint` is invalid, or `nonfinite` does not suit float16, which needs
+    `"skip"`. When it is first called, `ValueError` if XLA knows no such option.
 
     !!! Example
 
@@ -140,7 +145,9 @@ def make_train_step(
         grad_norms=grad_norms,
     )
     make = ft.partial(_make_pure, config)
-    machine = StepMachine("train_step", loss_fn, "extra", make, lint, compiler_options)
+    machine = StepMachine(
+        "train_step", loss_fn, "extra", make, max_compiles, lint, compiler_options
+    )
     return TrainStep(config, machine)
 
 
@@ -179,8 +186,9 @@ class TrainStep:
         **Raises:**
 
         `ValueError` if the batch does not divide over the mesh, or the state was donated
-        before, or belongs to another mesh, rule or optimizer, or lint finds an error
-        (nothing is donated then); `FloatingPointError` under `nonfinite="raise"`.
+        before, or belongs to another mesh, rule or optimizer, or has to compile
+        more than `max_compiles` times, or lint finds an error (nothing is donated then);
+        `FloatingPointError` under `nonfinite="raise"`.
         """
         call = self.machine.look_up(state, extra, ONE_BATCH)
         state, metrics = self.machine.run(call, batch)

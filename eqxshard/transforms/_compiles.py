@@ -1,4 +1,4 @@
-"""Every compile of a step or function after the first is explained in the log.
+"""Every compile of a step or function after the first is explained in the log, or refused.
 
 What `jax.jit` compiles runs as Python only while JAX traces it. There it tells its
 `CompileLog` the arguments. (On Auto axes JAX traces nothing again if shardings alone
@@ -15,6 +15,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._leaves import format_array, is_array, leaf_path
 from ..sharding._spec import format_spec
@@ -33,9 +34,24 @@ _NO_DIFFERENCE = (
 
 
 class CompileLog:
-    """Explains each compile of a program but the first."""
+    """Explains each compile of a program but the first.
 
-    def __init__(self):
+    **Arguments:**
+
+    - `max_compiles`: how many are allowed, of all programs; `None` for any number.
+
+    **Raises:**
+
+    `ValueError` if `max_compiles` is not positive.
+    """
+
+    def __init__(self, max_compiles: int | None = None):
+        if max_compiles is not None and max_compiles < 1:
+            raise UsageError(
+                f"max_compiles={max_compiles} must be at least 1, or None for any number."
+            )
+        self._max_compiles = max_compiles
+        self._count = 0
         #: By program, and what it is made for, the arguments of its last compile.
         self._last: dict[tuple[str, Any], Mapping[str, str]] = {}
 
@@ -53,15 +69,27 @@ class CompileLog:
         - `arguments`: by name.
         - `made_for`: what the program is made for, such as a mesh and a rule. The first
             compile for each is expected, too.
+
+        **Raises:**
+
+        `ValueError` if no more compiles are allowed; nothing is donated then.
         """
         arrays = [x for x in jax.tree.leaves(arguments) if is_array(x)]
         if arrays and not any(isinstance(x, Tracer) for x in arrays):
             yield  # Under jax_debug_nans, JAX calls functions without tracing them.
             return
         now = _describe(arguments)
-        yield
         key = program, made_for
         before = self._last.get(key)
+        if self._max_compiles is not None and self._count >= self._max_compiles:
+            # Or of another program, such as that of several batches.
+            last = before or next(reversed(self._last.values()), {})
+            raise UsageError(
+                f"{program} would have to compile, and max_compiles={self._max_compiles} "
+                f"allows no more. {_explain(last, now)}"
+            )
+        yield
+        self._count += 1
         self._last[key] = now
         if before is not None and is_main_process():
             _LOG.warning("%s compiles again. %s", program, _explain(before, now))

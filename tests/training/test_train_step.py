@@ -126,7 +126,7 @@ def test_the_program_is_the_same_in_every_process():
     assert len(texts) == 1
 
 
-def test_a_compile_is_explained_or_refused_by_equinox_and_the_state_is_whole(caplog):
+def test_a_compile_is_explained_or_refused_and_the_state_is_whole(caplog):
     state, train_step = make("data=8", "replicate")
     for rows in (32, 24):
         state, _ = train_step(state, make_batch(rows))
@@ -137,12 +137,18 @@ def test_a_compile_is_explained_or_refused_by_equinox_and_the_state_is_whole(cap
         "train_step of squared_errors compiles again. Changed: batch.x: float32[32,8] -> "
         "float32[24,8]; batch.y: float32[32,4] -> float32[24,4]. Keep shapes,"
     )
-    state, train_step = make("data=8", "replicate", once(squared_errors))
-    state, _ = train_step(state, make_batch())
-    with pytest.raises(RuntimeError, match="can only be traced 1 times"):
-        train_step(state, make_batch(24))
-    state, _ = train_step(state, make_batch())
-    assert int(state.step) == 2
+    limits = [
+        (make("data=8", "replicate", once(squared_errors)), "can only be traced 1 times"),
+        (make("data=8", "replicate", max_compiles=1), "allows no more. Changed: batch.x"),
+    ]
+    for (state, train_step), message in limits:
+        state, _ = train_step(state, make_batch())
+        with pytest.raises((RuntimeError, eqxshard.UsageError), match=message):
+            train_step(state, make_batch(24))
+        state, _ = train_step(state, make_batch())
+        assert int(state.step) == 2
+    with pytest.raises(eqxshard.UsageError, match="max_compiles=0 must be at least 1"):
+        make("data=8", "replicate", max_compiles=0)
 
 
 def test_compiler_options_reach_xla_beside_our_own(tmp_path):
