@@ -45,7 +45,7 @@ class RunFolder:
     - `record`: `run.json`, in which [`eqxshard.train`][] says what the run is, and how it
         ended.
     - `programs`: where [`eqxshard.keep_programs`][] keeps compiled programs.
-    - `warnings`: `warnings.jsonl`, what was warned of during [`eqxshard.train`][].
+    - `warnings`: `warnings.jsonl`, what [`eqxshard.train`][] warned of.
 
     **Arguments:**
 
