@@ -2,7 +2,7 @@
 
 - Names of the API in the text, such as `eqxshard.fit`, become links.
 - Links to files outside of the folder of the pages lead to what the site has of them.
-- Pictures that the library draws are part of the page, whose colours they take.
+- Pictures that the library draws are part of the page, to whose width they shrink.
 """
 
 import json
@@ -27,7 +27,6 @@ _OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=\))")
 _PICTURE = re.compile(
     r"^!\[[^\]]*\]\((?:\.\./)+pictures/([\w-]+\.svg)\)$", re.MULTILINE
 )
-_PANEL = re.compile(r"<svg (?:(?!<svg ).)*?</svg>", re.DOTALL)
 #: Code in a line of text, not in a link; the ends of the links that a dot separates.
 _CODE = re.compile(r"(?<![\[`])`(eqxshard(?:\.\w+)+)((?:\([^`\n]*)?)`(?!\])")
 _BUTTON = re.compile(r"(?<=\))(?: ·(?=\s\[)|$(?=\n\n</div>))", re.MULTILINE)
@@ -71,9 +70,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _show(picture: re.Match[str]) -> str:
-    """The panels of a picture, which wrap to the width of the page."""
-    panels = _PANEL.findall((_ROOT / "docs/pictures" / picture[1]).read_text())
-    return f'<div class="figures">\n{"".join(panels)}\n</div>'
+    """A picture as a part of the page."""
+    svg = (_ROOT / "docs/pictures" / picture[1]).read_text()
+    return f"<div>\n{svg}\n</div>"
 
 
 def _names() -> set[str]:

@@ -1,8 +1,8 @@
 """`python -m eqxshard COMMAND`: plans, pages of runs, and what is wrong with a machine.
 
 `plan` and `search` take a script of [`eqxshard.train`][], which is planned instead of run;
-see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` and `compare` make pages of
-run folders. `doctor` works where JAX cannot even be imported, so this module imports
+see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` makes the page of a run
+folder. `doctor` works where JAX cannot even be imported, so this module imports
 neither JAX nor the rooms that do.
 """
 
@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_search(commands)
-    _add_pages(commands)
+    _add_page(commands)
     _add(
         commands,
         "doctor",
@@ -123,7 +123,7 @@ def _add_search(commands: Any) -> None:
     )
 
 
-def _add_pages(commands: Any) -> None:
+def _add_page(commands: Any) -> None:
     page = _add(
         commands,
         "page",
@@ -132,21 +132,6 @@ def _add_pages(commands: Any) -> None:
         "or after a plan was put beside it as plan.json.",
     )
     page.add_argument("folder", metavar="RUN", help="the folder of a run")
-    compare = _add(
-        commands,
-        "compare",
-        _compare,
-        "Write one page of several runs: their curves over each other, their results, and "
-        "in what they differ.",
-    )
-    compare.add_argument("folders", metavar="RUN", nargs="+", help="the folder of a run")
-    compare.add_argument(
-        "--output",
-        metavar="FILE",
-        type=_new_file,
-        default="compare.html",
-        help="the page (default: compare.html)",
-    )
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
@@ -240,13 +225,6 @@ def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
     folder = RunFolder(options.folder)
     save_page(folder)
     print(folder.page)
-
-
-def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .run._compare_page import compare_runs
-
-    print(compare_runs(options.folders, options.output))
-    print(f"the page is {Path(options.output).resolve()}")
 
 
 def _write(file: str | None, to_json: Callable[[], Any]) -> None:

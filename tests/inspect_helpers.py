@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -39,9 +38,3 @@ RULE = eqxshard.first_match(
 def make_mesh():
     """Eight devices, two by four."""
     return eqxshard.make_mesh(data=2, fsdp=4)
-
-
-def explained(shape, spec, mesh):
-    """The explanation of one array with a given spec."""
-    tree = {"w": jax.ShapeDtypeStruct(shape, jnp.int8)}
-    return eqxshard.explain(tree, mesh, lambda *_: spec)

@@ -145,25 +145,15 @@ def test_a_search_of_nothing(command):
     assert_refused(refused, "there is no folder nowhere; make it first.")
 
 
-def test_pages_of_runs_are_written(command, tmp_path):
-    for name in ("one", "two"):
-        make_run(tmp_path / name, record=make_record())
+def test_the_page_of_a_run_is_written(command, tmp_path):
+    make_run(tmp_path / "one", record=make_record())
     page = tmp_path / "one" / "index.html"
     assert command("page", "one") == (0, f"{page}\n", "")
     assert page.exists()
-    status, out, _ = command("compare", "one", "two")
-    head, one, two, page = out.splitlines()
-    assert (status, page) == (0, f"the page is {tmp_path / 'compare.html'}")
-    assert head.split()[:4] == ["Run", "Step", "eval/loss", "eval/accuracy"]
-    assert one.split()[:4] == ["one", "2,000", "0.3176", "0.9155"] and "two" in two
-    assert (tmp_path / "compare.html").exists()
-    assert_refused(command("compare", "one", "one"), "the same; give each run once")
     assert_refused(command("page", "three"), "/three; give the folder of a run.")
     assert_refused(
         command("page", "one", "--small"), "unrecognized arguments: --small; see"
     )
-    words = ("compare", "one", "two", "--output=out/page.html")
-    assert_refused(command(*words), "there is no folder out; make it first.")
 
 
 def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):

@@ -54,7 +54,7 @@ _BLOCK = re.compile(
 )
 _AFTER = re.compile(r"^<!-- after (the first block of )?([\w-]+\.md) -->$", re.MULTILINE)
 #: The file of a picture that a program draws.
-_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.svg)\"\)$", re.MULTILINE)
+_PICTURE = re.compile(r"^Path\(\"([\w-]+\.svg)\"\)\.write_text\(", re.MULTILINE)
 _OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 

@@ -67,7 +67,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     info = {name for name in names if name.startswith(f"eqxshard-{VERSION}.dist-info/")}
     assert names - info == {x for x in source_files() if x.startswith("eqxshard/")}
     assert {"eqxshard/py.typed", "eqxshard/__init__.pyi"} <= names
-    assert {"eqxshard/pages/page/page.css", "eqxshard/pages/page/curves.js"} <= names
+    assert {"eqxshard/pages/page/page.css", "eqxshard/pages/page/page.html"} <= names
     assert licence == (ROOT / "LICENSE").read_bytes()
 
 

@@ -49,8 +49,7 @@ def explain(
     An [`eqxshard.Explanation`][]. It prints as a table: path, shape, dtype, spec, bytes
     per device, the rule that decided, and why if a leaf could not be split. (If gradients
     and optimizer state are split otherwise, a column says how.) Below it are the bytes of
-    parameters, gradients and optimizer state. Its fields have the same for programs, and
-    `draw` a picture of it.
+    parameters, gradients and optimizer state. Its fields have the same for programs.
 
     **Raises:**
 

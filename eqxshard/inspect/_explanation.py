@@ -1,4 +1,4 @@
-"""`Explanation`: a rule's decisions as a table, a dict and a picture."""
+"""`Explanation`: a rule's decisions as a table and a dict."""
 
 import itertools
 import re
@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from .._errors import UsageError
 from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
 from ..sharding._optimizer_state import is_split
 from ..sharding._spec import axes_of, format_sizes
-from ._pictures import Picture, draw_array, keep_largest, make_picture
 from ._tables import render
 
 
@@ -79,7 +77,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The decision of a rule for each array of a model: `print` it, or `draw` it.
+    """The decision of a rule for each array of a model; `print` it.
 
     - `leaves`: one [`eqxshard.Leaf`][] for each array.
     - `mesh`: the mesh.
@@ -113,50 +111,6 @@ class Explanation:
         """Bytes of all the model's arrays, whole."""
         return self.parameters.whole + self.other.whole
 
-    def draw(self, paths: str | None = None) -> Picture:
-        """Draw which device holds which block of which array.
-
-        As [`eqxshard.draw`][] does for arrays that are placed already. If the gradient and
-        the optimizer's state are split otherwise, they have a panel of their own.
-
-        **Arguments:**
-
-        - `paths`: which arrays: a regular expression that is searched in their paths, as
-            by [`eqxshard.by_path`][]. By default the twelve largest.
-
-        **Returns:**
-
-        An [`eqxshard.Picture`][], which notebooks show.
-
-        **Raises:**
-
-        `ValueError` if the expression matches no path, or there are no arrays.
-
-        !!! Example
-
-            ```python
-            eqxshard.explain(model, mesh, rule).draw("layers.0").save("layout.svg")
-            ```
-        """
-        if paths is None:
-            chosen = keep_largest(self.leaves, lambda leaf: leaf.shape)
-        else:
-            chosen = [leaf for leaf in self.leaves if re.search(paths, leaf.path)]
-        if not chosen and self.leaves:
-            some = ", ".join(leaf.path for leaf in self.leaves[:3])
-            raise UsageError(
-                f"draw: {paths!r} matches the path of no array; the first paths are {some}."
-            )
-        panels = []
-        for leaf in chosen:
-            specs = {leaf.path: leaf.spec}
-            if leaf.update_spec is not None and leaf.updates_elsewhere:
-                specs[f"{leaf.path} (update)"] = leaf.update_spec
-            for name, spec in specs.items():
-                sharding = NamedSharding(self.mesh, spec)
-                panels.append(draw_array(name, leaf.shape, sharding))
-        return make_picture(panels, "arrays", len(self.leaves) - len(chosen))
-
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
@@ -174,8 +128,7 @@ class Explanation:
     __repr__ = __str__  # A notebook shows it.
 
     def _repr_html_(self) -> str:
-        table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
-        return f"{table}\n{self.draw()._repr_html_()}" if self.leaves else table
+        return f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
 
     def _unused(self) -> str | None:
         """The axes over which no array is split; the batch may be, and activations."""

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from ._format import format_value
 
-#: Elements that have no end.
-_VOID = ("br", "img", "input")
-
 
 class Markup(str):
     """Text that is HTML already."""
@@ -24,18 +21,15 @@ def tag(name: str, *children: str, **attributes: Any) -> Markup:
 
     - `name`: such as `td`.
     - `children`: text, which is escaped, or `Markup`.
-    - `attributes`: without those that are `None` or `False`. Their names are written with
-        `_` for `-`, and `class_` for `class`.
+    - `attributes`: without those that are `None`. Their names are written with `_` for `-`,
+        and `class_` for `class`.
     """
     head = [name]
     for key, value in attributes.items():
         plain = key.strip("_").replace("_", "-")
-        if value is True:
-            head.append(plain)
-        elif value is not None and value is not False:
+        if value is not None:
             head.append(f'{plain}="{escape(str(value))}"')
-    end = "" if name in _VOID else f"</{name}>"
-    return Markup(f"<{' '.join(head)}>{join(*children)}{end}")
+    return Markup(f"<{' '.join(head)}>{join(*children)}</{name}>")
 
 
 def join(*children: str) -> Markup:
@@ -44,11 +38,8 @@ def join(*children: str) -> Markup:
     return Markup("".join(parts))
 
 
-class Number(NamedTuple):
-    """A number in a table: its text, and the value that it is sorted by."""
-
-    text: str
-    value: int | float | None
+class Number(str):
+    """Text that stands on the right of a table's cell, as numbers do."""
 
 
 class Part(NamedTuple):
@@ -61,16 +52,14 @@ class Part(NamedTuple):
 
 
 #: A cell of a table: text, which is escaped, markup, or a number.
-Cell = str | Number
-#: The same, or a number that is written as `number` does.
-Entry = Cell | int | float | None
+Entry = str | int | float | None
 
 
 def number(value: int | float | None, text: Callable[[Any], str] = format_value) -> Number:
     """A number in a table; empty if it is not known, or not finite."""
     if value is None or not math.isfinite(value):
-        return Number("", None)
-    return Number(text(value), value)
+        return Number("")
+    return Number(text(value))
 
 
 def fill_page(
@@ -85,10 +74,11 @@ def fill_page(
     - `cards`: all else.
     """
     folder = importlib.resources.files("eqxshard.pages") / "page"
-    assets = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
-    return string.Template(assets["page.html"]).substitute(
-        style=assets["page.css"] + assets["curves.css"],
-        script=assets["page.js"] + assets["curves.js"],
+    frame, style = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css")
+    )
+    return string.Template(frame).substitute(
+        style=style,
         title=join(title),
         about=join(about),
         headline=join(headline),
@@ -134,75 +124,41 @@ def settings_list(settings: Mapping[str, str]) -> Markup:
     return tag("dl", *pairs, class_="settings")
 
 
-def plain_table(
-    caption: str, columns: Iterable[str], rows: Iterable[Sequence[Entry]]
+def draw_table(
+    name: str, columns: Iterable[str], rows: Sequence[Sequence[Entry]]
 ) -> Markup:
-    """A table whose rows are in the order that they were given."""
-    return _table(caption, [tag("th", name, scope="col") for name in columns], rows)
-
-
-def sortable_table(
-    name: str,
-    columns: Iterable[str],
-    rows: Sequence[Sequence[Entry]],
-    ordered: str | None = None,
-) -> Markup:
-    """A table to search and sort.
+    """A table in a box that scrolls sideways, also by the keyboard.
 
     **Arguments:**
 
     - `name`: what its rows are, such as `arrays`.
     - `columns`: their names.
-    - `rows`: in their first order.
-    - `ordered`: the column that they are ordered by, the largest first.
+    - `rows`: at least one. The first cell of each is its heading.
     """
-    label = tag("label", f"Search {name}", for_=f"{name}-search")
-    field = tag("input", id=f"{name}-search", type="search", autocomplete="off")
-    count = tag("output", f"{len(rows):,} {name}", for_=f"{name}-search", data_what=name)
-    head = [
-        tag(
-            "th",
-            tag("button", text, type="button"),
-            scope="col",
-            aria_sort="descending" if text == ordered else "none",
-            class_=None if isinstance(cell, str) else "number",
-        )
-        for text, cell in zip(columns, rows[0], strict=True)
+    cells = [[_as_text(entry) for entry in row] for row in rows]
+    head = [_cell("th", text, cell, "col") for text, cell in zip(columns, cells[0])]
+    body = [
+        tag("tr", _cell("th", first, first, "row"), *(_cell("td", x, x) for x in others))
+        for first, *others in cells
     ]
-    table = _table(name, head, rows, id=f"{name}-table", class_="sortable")
-    search = tag("div", label, field, count, class_="search", hidden=True)
-    return join(search, scroller(f"table of {name}", table))
-
-
-def _table(
-    caption: str, head: Iterable[Markup], rows: Iterable[Sequence[Entry]], **options: str
-) -> Markup:
-    return tag(
+    table = tag(
         "table",
-        tag("caption", caption, class_="unseen"),
+        tag("caption", name, class_="unseen"),
         tag("thead", tag("tr", *head)),
-        tag("tbody", *map(_row, rows)),
-        **options,
+        tag("tbody", *body),
     )
+    options = {"role": "region", "aria_label": f"table of {name}", "tabindex": 0}
+    return tag("div", table, class_="scroller", **options)
 
 
-def _row(cells: Sequence[Entry]) -> Markup:
-    """A row, of which the first cell is the heading."""
-    (first, *others) = cells
-    return tag("tr", _cell("th", first, scope="row"), *(_cell("td", x) for x in others))
+def _as_text(entry: Entry) -> str:
+    return entry if isinstance(entry, str) else number(entry)
 
 
-def _cell(kind: str, cell: Entry, **options: str) -> Markup:
-    if isinstance(cell, str):
-        return tag(kind, cell, **options)
-    found = cell if isinstance(cell, Number) else number(cell)
-    return tag(kind, found.text, data_value=found.value, class_="number", **options)
-
-
-def scroller(name: str, content: Markup) -> Markup:
-    """A box that scrolls sideways, also by the keyboard."""
-    options = {"role": "region", "aria_label": name, "tabindex": 0}
-    return tag("div", content, class_="scroller", **options)
+def _cell(kind: str, text: str, like: str, scope: str | None = None) -> Markup:
+    """A cell, on the right if a cell of its column is."""
+    style = "number" if isinstance(like, Number) else None
+    return tag(kind, text, scope=scope, class_=style)
 
 
 def draw_bar(

@@ -9,22 +9,19 @@ from ..compiled._communication import join_axes
 from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
 from ..pages._kit import (
-    Cell,
     Markup,
     Number,
     Part,
     card,
     draw_bar,
     draw_legend,
+    draw_table,
     draw_tiles,
     fill_page,
     pair,
-    scroller,
     settings_list,
-    sortable_table,
     tag,
 )
-from ..pages._mesh import draw_mesh
 from ..sharding._spec import format_spec
 from ..sharding._text import format_mesh
 from ._plan import Plan, PlannedTime
@@ -129,9 +126,9 @@ def say_lack(plan: Plan) -> str:
     return f"It does not fit: each device lacks {format_bytes(-(plan.memory.left or 0))}"
 
 
-def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
+def collective_rows(plan: Plan, most: int | None = None) -> list[list[str]]:
     """The rows of `COLLECTIVES`, naming at most so many arrays in each."""
-    rows = list[list[Cell]]()
+    rows = list[list[str]]()
     for each in sorted(plan.collectives, key=lambda each: -each.sent_in_all):
         names, rest = [*each.leaves[:most]], len(each.leaves[most:]) if most else 0
         names += [f"{rest} more"] if rest else []
@@ -139,10 +136,10 @@ def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
             [
                 join_axes(each.axes),
                 each.kind,
-                Number("?" if each.times is None else f"{each.times:,}", each.times),
+                Number("?" if each.times is None else f"{each.times:,}"),
                 _bytes(each.sent),
                 _bytes(each.sent_in_all),
-                Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
+                Number("" if each.hidden is None else f"{each.hidden:.0%}"),
                 "yes" if each.in_loop else "",
                 " at ".join(filter(None, [", ".join(names), each.line])),
             ]
@@ -155,9 +152,9 @@ def array_columns(plan: Plan) -> Sequence[str]:
     return ARRAYS if plan.memory.gradients is not None else ARRAYS[:5]
 
 
-def array_rows(plan: Plan) -> list[list[Cell]]:
+def array_rows(plan: Plan) -> list[list[str]]:
     """The rows of `array_columns`."""
-    rows, columns = list[list[Cell]](), len(array_columns(plan))
+    rows, columns = list[list[str]](), len(array_columns(plan))
     for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total):
         sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
         names = [leaf.path, leaf.dtype, format_shape(leaf.shape), format_spec(leaf.spec)]
@@ -166,19 +163,18 @@ def array_rows(plan: Plan) -> list[list[Cell]]:
 
 
 def _bytes(size: int) -> Number:
-    return Number(format_bytes(size), size)
+    return Number(format_bytes(size))
 
 
 def _print_rows(
-    columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str | None = None
+    columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None
 ) -> str:
     table = Table(title=title, title_justify="left", title_style="none")
     for column, cell in zip(columns, rows[0], strict=True):
         justify = "right" if isinstance(cell, Number) else "left"
         table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
-        texts = (cell.text if isinstance(cell, Number) else cell for cell in row)
-        table.add_row(*map(Text, texts))
+        table.add_row(*map(Text, row))
     return render(table)
 
 
@@ -191,7 +187,6 @@ def render_page(plan: Plan) -> str:
         headline = say_lack(plan)
     elif plan.time is not None and plan.time.step:
         headline = say_time(plan)
-    picture = draw_mesh(plan.mesh, plan.target.per_host)
     return fill_page(
         title=f"{devices}: {mesh}",
         about=f"{devices}, {mesh}, compiled by the backend {plan.backend}",
@@ -200,10 +195,7 @@ def render_page(plan: Plan) -> str:
         cards=(
             _listed("findings", "Most likely not meant", map(str, plan.findings)),
             pair(_time(plan), _memory(plan)),
-            pair(
-                card("mesh", "Mesh", scroller("picture of the mesh", picture)),
-                _settings(plan),
-            ),
+            _settings(plan),
             _table(
                 "collectives",
                 "Collectives: what each device sends, each time and in all of a step",
@@ -290,12 +282,12 @@ def _bar(
     return card(name, title, tag("p", said), bar, legend)
 
 
-def _table(name: str, title: str, columns: Iterable[str], rows: list[list[Cell]]) -> Markup:
-    """A card with a table, ordered by its sums; nothing if there are no rows."""
+def _table(name: str, title: str, columns: Iterable[str], rows: list[list[str]]) -> Markup:
+    """A card with a table; nothing if there are no rows."""
     if not rows:
         return Markup("")
     heads = [column.capitalize() for column in columns]
-    return card(name, title, sortable_table(name, heads, rows, "In all"))
+    return card(name, title, draw_table(name, heads, rows))
 
 
 def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:

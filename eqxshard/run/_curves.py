@@ -1,49 +1,34 @@
-"""The curves of runs on a page: their points, which the page's script draws."""
+"""The curves of a run on its page, as SVGs with labels around them."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..pages._format import format_number, format_value
-from ..pages._kit import Markup, join, tag
+from ..pages._kit import Markup, tag
 from ._read_run import SPEED, Point, RecordedRun
 
 #: The most points of a curve that are on the page.
 MOST_POINTS = 600
+#: The units of an SVG, which is stretched to the width of the page.
+_WIDTH, _HEIGHT = 1000, 400
+#: Larger numbers are drawn as this one: a difference of two is still a number.
+_LARGEST = 1e300
 
 
-def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
-    """A chart for each metric of some runs by name, with a legend if they are several."""
-    charts = dict[str, list[dict[str, Any]]]()
-    for number, (name, run) in enumerate(runs.items()):
-        for (metric, kind), points in run.series.items():
-            label = kind or metric
-            style = {"eval": "eval c1", "train": "train c0"}.get(kind, "c2")
-            if len(runs) > 1:
-                label = f"{name}, {kind}" if kind else name
-                style = f"{'train ' if kind == 'train' else ''}c{number % 8}"
-            dotted = kind == "eval" or len(points) == 1
-            curve = {"name": label, "run": number, "style": style, "dotted": dotted}
-            curve["is_speed"] = metric == SPEED
-            charts.setdefault(metric, []).append({**curve, **_columns(thin(points))})
+def draw_curves(run: RecordedRun) -> Markup:
+    """A chart for each metric of a run, over its steps."""
+    charts = dict[str, dict[str, Sequence[Point]]]()
+    for (metric, kind), points in run.series.items():
+        charts.setdefault(metric, {})[kind] = thin(points)
     if SPEED in charts:  # It is the last that one looks for.
         charts[SPEED] = charts.pop(SPEED)
     if not charts:
         return tag("p", "Nothing is logged yet.")
-    data = json.dumps([*charts.values()], separators=(",", ":"), allow_nan=False)
-    return join(
-        tag("noscript", tag("p", "Curves are drawn by JavaScript, which is off here.")),
-        _controls(),
-        tag("div", *[_chart(*each) for each in charts.items()], class_="charts"),
-        # Within a script, only "<" could end it.
-        tag(
-            "script",
-            Markup(data.replace("<", "\\u003c")),
-            type="application/json",
-            id="curves-data",
-        ),
-    )
+    found = charts.values()
+    steps = [point.step for chart in found for points in chart.values() for point in points]
+    ends = _span(steps, 0.015)
+    figures = [_chart(name, curves, ends) for name, curves in charts.items()]
+    return tag("div", *figures, class_="charts")
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
@@ -59,55 +44,89 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
     return [points[i] for i in sorted(kept)]
 
 
-def _columns(points: Sequence[Point]) -> dict[str, Any]:
-    """The fields of points in six digits, as JSON has them: `None` for what is nan."""
-    return {
-        field: [float(f"{x:.6g}") if math.isfinite(x) else None for x in column]
-        for field, column in zip(Point._fields, zip(*points), strict=True)
-    } | {"step": [point.step for point in points]}
+def _chart(
+    name: str, curves: Mapping[str, Sequence[Point]], steps: tuple[float, float]
+) -> Markup:
+    values = [point.value for points in curves.values() for point in points]
+    bottom, top = _span(filter(math.isfinite, values), 0.06)
+    left, right = steps
 
+    def across(step: int | float) -> float:
+        return (step - left) / (right - left)
 
-def _controls() -> Markup:
-    """What only works with a script, which shows it."""
-    over = {"step": "steps", "epoch": "epochs", "seconds": "time"}
-    choices = [tag("option", text, value=name) for name, text in over.items()]
-    zooms = {"in": "Zoom in", "out": "Zoom out", "reset": "Show all"}
-    buttons = [tag("button", text, type="button", data_do=do) for do, text in zooms.items()]
-    log = tag("label", tag("input", type="checkbox", id="curves-log"), "Logarithmic")
-    select = tag("label", "Over ", tag("select", *choices, id="curves-over"))
-    said = (
-        "Drag across a curve to zoom in on it. With the keyboard, move to a curve by Tab: "
-        "the arrows go from point to point, + and - zoom, Escape shows all."
-    )
-    row = tag("div", select, log, *buttons, class_="controls")
-    return tag("div", row, tag("p", said), id="curves-controls", hidden=True)
+    def down(value: float) -> float:
+        return (top - min(max(value, -_LARGEST), _LARGEST)) / (top - bottom)
 
-
-def _chart(name: str, curves: Sequence[Mapping[str, Any]]) -> Markup:
-    items, said = [], []
-    for curve in curves:
-        finite = [value for value in curve["value"] if value is not None]
-        text = format_number if curve["is_speed"] else format_value
-        last = text(finite[-1]) if finite else "not finite"
-        stroke = tag("span", class_=f"stroke {curve['style']}")
-        value = tag("span", last, class_="value")
-        items.append(tag("li", stroke, f"{curve['name']} ", value, data_run=curve["run"]))
-        said.append(f"{curve['name']} {last}")
-    picture = tag("svg", viewBox="0 0 1000 400", preserveAspectRatio="none")
-    frame = tag(
-        "div",
-        tag("div", picture, class_="plot"),
-        class_="frame",
+    lines, labels, key, said = list[Markup](), list[Markup](), list[Markup](), list[str]()
+    for tick in _ticks(left, right):
+        lines.append(_line("grid", f"M{across(tick) * _WIDTH:.1f} 0V{_HEIGHT}"))
+        place = f"left:{across(tick):.2%}"
+        labels.append(tag("span", _label(tick), class_="x", style=place))
+    for tick in _ticks(bottom, top):
+        lines.append(_line("grid", f"M0 {down(tick) * _HEIGHT:.1f}H{_WIDTH}"))
+        labels.append(tag("span", _label(tick), class_="y", style=f"top:{down(tick):.2%}"))
+    for kind, points in curves.items():
+        style = {"eval": "eval c1", "train": "train c0"}.get(kind, "c2")
+        line, dots, pen = "", "", "M"
+        for point in points:
+            if not math.isfinite(point.value):
+                pen = "M"
+                continue
+            x, y = across(point.step) * _WIDTH, down(point.value) * _HEIGHT
+            line += f"{pen}{x:.1f} {y:.1f}"
+            dots += f"M{x:.1f} {y:.1f}h0"
+            pen = "L"
+        lines.append(_line(f"line {style}", line))
+        if kind == "eval" or len(points) == 1:
+            lines.append(_line(f"dots {style}", dots))
+        finite = [point.value for point in points if math.isfinite(point.value)]
+        text = format_number if name == SPEED else format_value
+        last, label = text(finite[-1]) if finite else "not finite", kind or name
+        stroke = tag("span", class_=f"stroke {style}")
+        key.append(tag("li", stroke, f"{label} ", tag("span", last, class_="value")))
+        said.append(f"{label} {last}")
+    picture = tag(
+        "svg",
+        *lines,
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
         aria_label=f"{name}: {', '.join(said)}",
-        tabindex=0,
-        role="group",
-        aria_roledescription="chart",
     )
     return tag(
         "figure",
         tag("figcaption", name),
-        tag("ul", *items, class_="key"),
-        frame,
-        tag("p", class_="unseen", aria_live="polite"),
+        tag("ul", *key, class_="key"),
+        tag("div", tag("div", picture, *labels, class_="plot"), class_="frame"),
         class_="chart",
     )
+
+
+def _line(style: str, path: str) -> Markup:
+    return tag("path", d=path, class_=style)
+
+
+def _span(values: Iterable[int | float], margin: float) -> tuple[float, float]:
+    """The ends of an axis for some values, with a margin as a part of its length."""
+    found = [min(max(float(value), -_LARGEST), _LARGEST) for value in values] or [0.0]
+    low, high = min(found), max(found)
+    room = margin * (high - low)
+    if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1 / _LARGEST:
+        room = (abs(low) if abs(low) > 1 / _LARGEST else 1.0) / 2
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> Iterator[float]:
+    """Three to six round numbers between the ends of an axis."""
+    third = (high - low) / 3
+    power = 10.0 ** math.floor(math.log10(third))
+    # A power that is rounded up may be too large.
+    step = next(n * power for n in (5, 2, 1, 0.5) if n * power <= third)
+    yield from (n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1))
+
+
+def _label(tick: float) -> str:
+    for least, each, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(tick) >= least:
+            return f"{tick / each:.6g}{unit}"
+    return f"{tick:.6g}"

@@ -19,10 +19,9 @@ from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, is_number, read_whole_lines
 from ..trackers._mlflow import MLflow
-from ..trackers._packages import is_installed
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
-from ..trackers._tracker import Tracker, Value, is_evaluation
+from ..trackers._tracker import Tracker, Value, is_evaluation, is_installed
 from ..trackers._wandb import WandB
 from ._config import Resume, Service, option, setting
 
@@ -44,7 +43,7 @@ class RunFolder:
         nothing. It is written during the run and at the end.
     - `record`: `run.json`, in which [`eqxshard.train`][] says what the run is, and how it
         ended.
-    - `warnings`: `warnings.jsonl`, what was warned of during [`eqxshard.train`][].
+    - `warnings`: `warnings.jsonl`, what [`eqxshard.train`][] warned of.
 
     **Arguments:**
 

@@ -18,7 +18,6 @@ from ..pages._format import (
     format_value,
 )
 from ..pages._kit import Markup, tag
-from ..pages._mesh import draw_mesh
 from ..sharding._text import comma_list, format_mesh
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
@@ -48,7 +47,7 @@ def render_run(run: RecordedRun) -> str:
     plan = kit.card("plan", "Plan against measured", *_plan(run))
     cards = (
         kit.card("warnings", "Warnings", *_warnings(run)),
-        kit.card("curves", "Curves", draw_curves({run.folder.path.name: run})),
+        kit.card("curves", "Curves", draw_curves(run)),
         kit.pair(kit.card("ledger", "Where the time went", *_ledger(run)), plan),
         kit.card("starts", "Starts", *_starts(run)),
         kit.card("metrics", "Metrics", *_metrics(run)),
@@ -85,8 +84,7 @@ def _starts(run: RecordedRun) -> Iterator[Markup]:
         for before, start in zip([run.starts[0], *run.starts], run.starts)
     ]
     columns = ("Started", "From step", "Time of a step", "Goodput", "What changed")
-    table = kit.plain_table("Starts of the run", columns, rows)
-    yield kit.scroller("starts of the run", table)
+    yield kit.draw_table("starts of the run", columns, rows)
 
 
 def _when(run: RecordedRun) -> str:
@@ -181,14 +179,12 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         said = "plan.json in the folder of this run is not a plan of this version."
         yield tag("p", said)
         return
-    table = kit.plain_table(
-        "Plan against measured", ("", "Plan", "Measured", "Ratio"), rows
-    )
     remark = (
         "A plan's time is the least that a step takes, so real steps take longer. About is "
         "what to expect of the plan's target."
     )
-    yield kit.scroller("plan against measured", table)
+    columns = ("", "Plan", "Measured", "Ratio")
+    yield kit.draw_table("plan against measured", columns, rows)
     yield tag("p", remark, class_="remark")
 
 
@@ -229,7 +225,7 @@ def _metrics(run: RecordedRun) -> Iterator[Markup]:
     for (name, kind), points in run.series.items():
         if name == SPEED:
             continue
-        finite = [x for x in points if isfinite(x.value)] or [Point(0, nan, nan, nan)]
+        finite = [x for x in points if isfinite(x.value)] or [Point(0, nan)]
         low, high = (f(finite, key=lambda point: point.value) for f in (min, max))
         ends = finite[0].value, finite[-1].value
         lowest, highest = ((x.value, x.step or None) for x in (low, high))
@@ -238,7 +234,7 @@ def _metrics(run: RecordedRun) -> Iterator[Markup]:
         rows.append([title, *ends, *lowest, *highest, missing or None])
     columns = ("Metric", "First", "Last", "Lowest", "at step", "Highest", "at step")
     if rows:
-        yield kit.sortable_table("metrics", (*columns, "Not finite"), rows)
+        yield kit.draw_table("metrics", (*columns, "Not finite"), rows)
 
 
 def _evaluations(run: RecordedRun) -> Iterator[Markup]:
@@ -254,7 +250,7 @@ def _evaluations(run: RecordedRun) -> Iterator[Markup]:
         epoch = kit.number(each.values.get("epoch"), format_number)
         rows.append([each.step, epoch, *values])
     if rows:
-        yield kit.sortable_table("evaluations", ("Step", "Epoch", *names), rows)
+        yield kit.draw_table("evaluations", ("Step", "Epoch", *names), rows)
 
 
 def _mesh(run: RecordedRun) -> Iterator[Markup]:
@@ -264,13 +260,11 @@ def _mesh(run: RecordedRun) -> Iterator[Markup]:
     count, per_process = devices["count"], devices["per_process"]
     said = f"{count:,} x {devices['kind']}"
     if count > per_process:
-        processes = f"{count // per_process:,} processes"
-        said += f" of {processes}; neighbouring processes differ in shade"
+        said += f" of {count // per_process:,} processes"
     yield tag("p", f"{said}.")
-    yield kit.scroller("picture of the mesh", draw_mesh(mesh, per_process))
     if mesh:
-        rows = [(axis, f"{size:,}") for axis, size in mesh.items()]
-        yield kit.plain_table("Axes of the mesh", ("Axis", "Size"), rows)
+        rows = [(axis, kit.Number(f"{size:,}")) for axis, size in mesh.items()]
+        yield kit.draw_table("axes of the mesh", ("Axis", "Size"), rows)
 
 
 def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
@@ -287,7 +281,7 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
         names = [name for name in found[-1][1] if name.startswith("eval/")][:3]
         rows = [[*cells, *map(metrics.get, names)] for cells, metrics in found]
         columns = ("Step", "Size", "Saved", *names)
-        yield kit.sortable_table("checkpoints", columns, rows)
+        yield kit.draw_table("checkpoints", columns, rows)
 
 
 def _settings(run: RecordedRun) -> Iterator[Markup]:

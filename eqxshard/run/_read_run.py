@@ -28,8 +28,6 @@ class Point(NamedTuple):
     """A value that was logged at a step; nan if it was not finite."""
 
     step: int
-    epoch: float
-    seconds: float
     value: float
 
 
@@ -193,16 +191,13 @@ class RecordedRun:
     @cached_property
     def series(self) -> dict[tuple[str, str], list[Point]]:
         """The values of each metric and kind, such as `("loss", "train")`."""
-        found, seconds = dict[tuple[str, str], list[Point]](), 0.0
+        found = dict[tuple[str, str], list[Point]]()
         for report in self.reports:
-            seconds += sum(times(report.values).values())
             named = {(each.name, each.kind): each.value for each in report.metrics}
             if "train/examples_per_second" in report.values:
                 named[SPEED, "train"] = report.values["train/examples_per_second"]
-            epoch = report.values.get("epoch", math.nan)
             for key, value in named.items():
-                point = Point(report.step, epoch, seconds, value)
-                found.setdefault(key, []).append(point)
+                found.setdefault(key, []).append(Point(report.step, value))
         return found
 
     def last(self, key: str) -> float | None:
@@ -330,13 +325,13 @@ def _changed_arrays(changed: Mapping[str, Collection[str]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def showing(*folders: Path) -> Iterator[None]:
-    """Say in a sentence that the files of runs, whoever wrote them, make no sense."""
+def showing(folder: Path) -> Iterator[None]:
+    """Say in a sentence that the files of a run, whoever wrote them, make no sense."""
     try:
         yield
     except Exception as error:
         raise UsageError(
-            f"what the files of {', '.join(map(str, folders))} say cannot be shown "
+            f"what the files of {folder} say cannot be shown "
             f"({type(error).__name__}: {error}); correct or remove the one that is damaged "
             "or of another version: run.json, metrics.jsonl or plan.json."
         ) from error

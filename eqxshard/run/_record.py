@@ -28,6 +28,8 @@ from ._folder import RunFolder, read_values
 from ._read_run import changes
 
 _LOG = logging.getLogger(__name__)
+#: The loggers of all modules of this library are below it.
+_OURS = logging.getLogger("eqxshard")
 
 #: The packages whose versions matter most; the second line is for accelerators.
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -51,7 +53,8 @@ _MOST_WARNINGS = 200
 class RunRecord:
     """Writes the record of a run, its warnings and its page; a context manager.
 
-    It hears what is logged and warned of, from the level WARNING, and keeps each text once.
+    It hears what this library logs, from the level WARNING, and what Python's `warnings`
+    show, and keeps each text once.
     Only the process that calls `begin` writes anything. What cannot be written is logged,
     and the run goes on.
 
@@ -144,34 +147,44 @@ class RunRecord:
             _LOG.error("%s cannot be written: %s. Training continues.", path, error)
 
 
+class _Listener(logging.Handler):
+    """Calls a function with the name of the logger and the text of each warning."""
+
+    def __init__(self, keep: Callable[[str, str], None]):
+        super().__init__(logging.WARNING)
+        self._keep = keep
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning, and show it if nothing else does."""
+        # A malformed call must not raise into its caller; those that show it say so.
+        with contextlib.suppress(Exception):
+            self._keep(record.name, record.getMessage())
+        # Python shows by itself what no handler takes, and this one has taken it.
+        others = {*logging.root.handlers, *_OURS.handlers} - {self}
+        if not others and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+
 @contextlib.contextmanager
 def hearing_warnings(keep: Callable[[str, str], None]) -> Iterator[None]:
-    """Call a function with the source and the text of each warning, logged or not.
+    """Call a function with the source and the text of each warning of a run.
 
-    All are shown as they would be without it.
+    These are the ones that this library logs, and all that Python's `warnings` show. They
+    are shown as they would be without it.
     """
-    show, call_handlers = warnings.showwarning, logging.Logger.callHandlers
+    show, listener = warnings.showwarning, _Listener(keep)
 
     def show_and_keep(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
         keep(category.__name__, str(message))
         show(message, category, *args, **kwargs)
 
-    # It gets what the filters of a logger have let through.
-    def call_and_keep(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            # A malformed call must not raise into its caller; those that show it say so.
-            with contextlib.suppress(Exception):
-                keep(record.name, record.getMessage())
-        call_handlers(logger, record)
-
     warnings.showwarning = show_and_keep
-    logging.Logger.callHandlers = call_and_keep  # pyright: ignore[reportAttributeAccessIssue]
+    _OURS.addHandler(listener)
     try:
         yield
     finally:
+        _OURS.removeHandler(listener)
         # Unless somebody else listens by now, too, who would be cut off.
-        if logging.Logger.callHandlers is call_and_keep:
-            logging.Logger.callHandlers = call_handlers
         if warnings.showwarning is show_and_keep:
             warnings.showwarning = show
 

@@ -10,7 +10,6 @@ from .._errors import UsageError
 from ..pages._format import format_value
 from ..sharding._files import local_path
 from ._files import Seldom, writing
-from ._packages import load
 from ._tracker import Value, is_evaluation, metrics, numbers
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
@@ -41,8 +40,9 @@ class Curves:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
-        matplotlib = load("matplotlib.figure", "Curves", "'eqxshard[recipes]'")
-        self._new_figure = matplotlib.Figure
+        from matplotlib.figure import Figure
+
+        self._new_figure = Figure
         self._path = local_path(path, "the file")
         if self._path.suffix.lower() not in (".png", ""):
             raise UsageError(

@@ -1,14 +1,12 @@
 """Files that trackers write: checked before the run, whole, and not too often."""
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .._errors import UsageError
-from ..sharding._files import read_json
 
 
 @contextlib.contextmanager
@@ -54,32 +52,3 @@ class Seldom:
             fn()
             end = time.monotonic()
             self._next = end + self._part * (end - start)
-
-
-class KeptRun:
-    """Keeps in a file which of a service's runs this one is, and the last step it has.
-
-    - `id`: the run's; `None` for one that is new.
-    - `after`: the run has the steps until this one, which a resumed run takes again.
-
-    **Arguments:**
-
-    - `path`: the file.
-    - `resume`: whether to continue the run that the file names, if there is one.
-    """
-
-    def __init__(self, path: Path, *, resume: bool):
-        with writing(path):
-            pass  # Its folder is there now.
-        self._path = path.absolute()
-        self.id: str | None = None
-        self.after = -1
-        if resume:
-            # A damaged one is that of a run that cannot be continued.
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-                kept = read_json(path)
-                self.id, self.after = str(kept["id"]), int(kept["step"])
-
-    def keep(self, step: int) -> None:
-        """Write the file, for a run whose last step is `step`."""
-        write_whole(self._path, json.dumps({"id": self.id, "step": step}) + "\n")

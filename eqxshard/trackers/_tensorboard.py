@@ -11,7 +11,6 @@ import numpy as np
 
 from ..sharding._files import local_path
 from ..sharding._text import GONE
-from ._packages import load
 from ._tracker import Image, Value
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class TensorBoard:
     def __init__(
         self, directory: str | os.PathLike[str], *, purge_after: int | None = None
     ):
-        load("tensorboard", "TensorBoard", "tensorboard")
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -1,5 +1,6 @@
 """What is logged, and to whom: numbers and pictures, by names such as `train/loss`."""
 
+import importlib.util
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -90,6 +91,16 @@ def times(values: Mapping[str, Value]) -> dict[str, float]:
 def is_evaluation(values: Mapping[str, Value]) -> bool:
     """Whether these are the values of an evaluation."""
     return any(metric.kind == "eval" for metric in metrics(values))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported.
+
+    A folder of its name, such as the `wandb` that W&B writes beside a script, could be
+    imported, too, as a namespace package without anything in it.
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.has_location
 
 
 @runtime_checkable

@@ -1,8 +1,7 @@
 import dataclasses
-import json
 
 import pytest
-from browser import assert_fits_without_errors, browser, open_page
+from browser import browser, open_page
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_plan, make_record, make_run
 
@@ -121,10 +120,9 @@ def test_everything_is_escaped(tmp_path):
     folder = make_run(tmp_path / "bad", lines=lines, record=record, warnings=[bad])
     found = page_of(folder)
     text = folder.page.read_text()
-    assert text.count("</script>") == 2 and "<b>" not in text
+    assert "</script>" not in text and "<b>" not in text
     assert found.find("title").text == bad
     assert bad in [x.text for x in found.find_all("figcaption")]
-    assert json.loads(found.find("script", id="curves-data").text)
 
 
 def test_it_loads_nothing_and_is_small(page, folder):
@@ -134,53 +132,10 @@ def test_it_loads_nothing_and_is_small(page, folder):
 
 def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
     assert_accessible(page)
-    frames = page.find_all("div", class_="frame")
-    assert frames and all(x.attributes["tabindex"] == "0" for x in frames)
-
-
-RANGE = """
-return [...document.querySelectorAll(".chart")[0].querySelectorAll(".x")].map(
-  (x) => x.textContent)
-"""
-TIP = "return document.querySelector('.tip')?.innerText ?? ''"
-SAID = "return document.querySelector('[aria-live]').textContent"
+    assert all(x.attributes["aria-label"] for x in page.find_all("svg"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
-def test_in_a_browser(browser, page, folder, width):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
+def test_it_fits_windows(browser, page, folder, width):
     open_page(browser, folder.page, width)
-    frame = browser.find_element("css selector", ".frame")
-    everything = browser.execute_script(RANGE)
-    assert everything[-1] == "2000"
-    # By keyboard: the last point, the one before, its neighbourhood, all.
-    frame.send_keys(Keys.END)
-    assert browser.execute_script(TIP).startswith("step 2,000, epoch 10, 6.15 min")
-    assert "train\n0.2888" in browser.execute_script(TIP)
-    frame.send_keys(Keys.ARROW_LEFT)
-    assert browser.execute_script(SAID).startswith("step 1,950, epoch 9.75")
-    frame.send_keys("++")
-    zoomed = browser.execute_script(RANGE)
-    assert zoomed != everything and all(int(tick) > 1000 for tick in zoomed)
-    assert browser.execute_script(TIP).startswith("step 1,950")
-    frame.send_keys("-")
-    assert browser.execute_script(RANGE) != zoomed
-    frame.send_keys(Keys.ESCAPE)
-    assert browser.execute_script(RANGE) == everything
-    # By pointer: all charts zoom together.
-    plot = browser.find_element("css selector", ".plot")
-    size = plot.size["width"]
-    drag = ActionChains(browser).move_to_element_with_offset(plot, -size // 4, 0)
-    drag.click_and_hold().move_by_offset(size // 4, 0).release().perform()
-    ticks = [int(tick) for tick in browser.execute_script(RANGE)]
-    assert ticks and min(ticks) >= 500 and max(ticks) <= 1100
-    assert_fits_without_errors(browser)
-    browser.find_element("css selector", "button[data-do=reset]").click()
-    assert browser.execute_script(RANGE) == everything
-    browser.find_element("id", "curves-over").send_keys("epochs")
-    assert browser.execute_script(RANGE)[-1] == "10"
-    browser.find_element("id", "curves-log").click()
-    assert_fits_without_errors(browser)

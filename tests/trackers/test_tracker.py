@@ -1,7 +1,11 @@
+import importlib.util
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqxshard
 from eqxshard.trackers import Image
 
 
@@ -18,3 +22,17 @@ def test_other_arrays_are_no_images(shape):
     for array in (np.zeros(shape), np.zeros((2, 2), int)):
         with pytest.raises(ValueError, match="is not an image; give rows by columns, or"):
             Image(array)
+
+
+def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
+    """W&B writes one beside the script, which Python can import."""
+    config = eqxshard.RunConfig(track=("wandb",))
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("wandb") is not None
+    with pytest.raises(
+        ValueError, match=r"not installed; .*pip install 'eqxshard\[wandb\]'"
+    ):
+        config.check()
