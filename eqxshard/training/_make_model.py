@@ -1,27 +1,25 @@
 """Make a model as by jit, where arrays have no values, and refuse what would go wrong."""
 
-import gc
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
-from jax.core import Tracer
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..sharding._leaves import array_leaves, format_array
-from ..transforms._compiles import tree_parts
+from ..sharding._leaves import array_leaves
 from ._donation import any_donated
 from ._state import state_indices, without_state
 from .rewrite._jaxprs import open_jaxpr, scan_counts
 
-_REMEDY = (
-    "make the model first and write make_model=lambda key: model (it is then whole on one "
-    "device before it is split)"
+#: The errors of JAX for code that needs the value of an array under jit.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
 )
 #: Equations that call a function once.
 _CALLS = (
@@ -33,8 +31,6 @@ _CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
-#: What holds no arrays, or too much to look through.
-_PLAIN = (type, ModuleType, str, bytes, int, float, complex, np.ndarray, jax.Array)
 
 
 def check_function(make_model: Any) -> None:
@@ -53,18 +49,16 @@ def make_traced(
     """A model and its state, if it has one; `key` is traced."""
     try:
         model, model_state = without_state(make_model(key))
-    # JAX has no type of its own for others, such as of a shape that is traced.
-    except (TypeError, IndexError, ValueError) as error:
-        if "Tracer" in f"{type(error)} {error}" or "Concret" in type(error).__name__:
-            error.add_note(
-                "init_state runs make_model under jit, where arrays have no values; "
-                f"{_REMEDY}."
-            )
+    except _NEEDS_VALUES as error:
+        error.add_note(
+            "init_state runs make_model under jit, where arrays have no values; make the "
+            "model first and write make_model=lambda key: model (it is then whole on one "
+            "device before it is split)."
+        )
         raise
     check_has_arrays(model)
     if model_state is None:
         _check_state_is_apart(model)
-    _check_no_tracers(model)
     check_not_taken((model, model_state))
     return model, model_state
 
@@ -149,41 +143,3 @@ def origins(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
             outputs[carried:] = [(whole, value) for value in found[carried:]]
         known.update(zip(eqn.outvars, outputs, strict=True))
     return [*map(read, jaxpr.outvars)]
-
-
-def _check_no_tracers(model: PyTree) -> None:
-    """Refuse a model with traced arrays in its static parts.
-
-    They have no values, and a step that uses one fails far from where it was made.
-    """
-    for path, part in tree_parts(model):
-        tracer = _find_tracer(part)
-        if tracer is not None:
-            raise UsageError(
-                f"{path or 'the model'} keeps an array, {format_array(tracer)}, made in "
-                "make_model, which init_state runs under jit, where arrays have no values; "
-                f"keep arrays in fields of the model, or {_REMEDY}."
-            )
-
-
-def _find_tracer(whole: Any) -> Tracer | None:
-    """A traced array that an object refers to, however deep."""
-    stack, seen = [whole], set()
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Tracer):
-            return part
-        if id(part) not in seen and not isinstance(part, _PLAIN):
-            seen.add(id(part))
-            stack += _refers_to(part)
-    return None
-
-
-def _refers_to(part: Any) -> list[Any]:
-    # `__wrapped__` of functions that are jitted, and the like, is there.
-    found = [*getattr(part, "__dict__", {}).values()]
-    if isinstance(part, FunctionType):  # Whose globals are not its own.
-        return [*found, part.__closure__, part.__defaults__, part.__kwdefaults__]
-    if type(part).__module__.startswith("jax"):  # JAX's own objects know its caches.
-        return found
-    return [*found, *gc.get_referents(part)]

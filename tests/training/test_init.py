@@ -245,14 +245,6 @@ def test_nodes_that_are_registered_without_keys_are_children(caplog):
     assert "Changed: batch.x: float32[8,8] -> float32[16,8]." in record.getMessage()
 
 
-def test_a_node_without_keys_that_keeps_a_traced_array_is_refused():
-    def make(key):
-        return Named(jax.random.normal(key, (8,)), axes=Holder(jnp.arange(6.0) * 2))
-
-    with pytest.raises(ValueError, match=r"^\(static\) keeps an array, float32\[6\]"):
-        init(make_mesh(), eqxshard.replicate(), make_model=make)
-
-
 class Normalized(eqx.Module):
     norm: eqx.nn.BatchNorm
 
@@ -290,55 +282,6 @@ def test_a_mistake_with_a_models_state_has_a_note_on_the_pair(mistake):
 
 
 # Models that cannot be made under jit
-
-
-class Keeps(eqx.Module):
-    """A model of one weight, and something that is no array."""
-
-    weight: jax.Array
-    other: Any
-    static: Any = eqx.field(static=True, default=None)
-
-
-def closes_over(x):
-    return lambda y: x * y
-
-
-class Holder:
-    """Not a PyTree."""
-
-    def __init__(self, x):
-        self.x = [x]
-
-    def method(self):
-        """A function that is bound to it."""
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda w, c: Keeps(w, {"deep": [jax.jit(closes_over(c))]}),
-        lambda w, c: Keeps(w, functools.partial(jnp.add, c)),
-        lambda w, c: Keeps(w, Holder(c).method),
-        lambda w, c: Keeps(w, jax.custom_jvp(closes_over({"c": c}))),
-        lambda w, c: Keeps(w, None, static=(Holder(c),)),
-        lambda w, c: [Keeps(w, eqx.filter_jit(closes_over(Holder(c))))],
-    ],
-)
-def test_a_model_that_keeps_a_traced_array_is_refused(keep):
-    def make(key):
-        return keep(jax.random.normal(key, (8,)), jnp.arange(6.0) * 2)
-
-    says = (
-        r"(other|static).* keeps an array, float32\[6\], .*; .*make_model=lambda key: model"
-    )
-    with pytest.raises(ValueError, match=says):
-        init(make_mesh(), eqxshard.replicate(), make_model=make)
-    # As it says.
-    model = make(KEY)
-    assert_equal(
-        init(make_mesh(), eqxshard.replicate(), make_model=lambda _: model).model, model
-    )
 
 
 def branches(key):
