@@ -14,6 +14,7 @@ KINDS = (
     "whole",
     "unmatched",
     "global-batch",
+    "per-layer",
     "donation",
     "dtype",
     "callback",

@@ -21,6 +21,7 @@ from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
+from ._lint_update import lint_update
 from ._state import TrainState, split_model, without_state
 from .rewrite._jaxprs import all_jaxprs, equations, open_jaxpr
 
@@ -74,6 +75,8 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
             floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
             compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
         yield from lint_jaxpr(program.jaxpr, compute)
+        if call.state is not None:
+            yield from lint_update(call.state, program.jaxpr)
         text = TextLint(
             parse_module(program.text),
             dict(step.mesh.shape),
