@@ -18,7 +18,7 @@ from eqxshard.training._advice import short_traceback
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 BATCH = "The batch was: image float32[8,4], label int32[8]."
 #: The files whose frames are left out.
-HIDDEN = tuple(f"{Path(x.__file__).parent}/" for x in (eqxshard, jax, eqx))
+HIDDEN = tuple(f"{Path(str(x.__file__)).parent}/" for x in (eqxshard, jax, eqx))
 
 
 class Model(eqx.Module):
