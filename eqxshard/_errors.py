@@ -22,6 +22,14 @@ class UsageTypeError(TypeError):
     """The same for a value of the wrong type; not a `ValueError`, as Python has it."""
 
 
+class UsageOSError(UsageError, OSError):
+    """The same for a file that cannot be written."""
+
+
+class UsageFileError(UsageOSError, FileNotFoundError):
+    """The same for a file or a folder that is not there."""
+
+
 class NonfiniteError(UsageError, FloatingPointError):
     """The same for training that gave up, because values are not finite."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageFileError
 from ..sharding._files import is_remote, with_retries
 from ..sharding._leaves import array_leaves, as_weak_as, is_key
 from ..transforms._partition import Static, partition
@@ -107,7 +107,7 @@ def _base(folder: Any) -> dict[str, Any]:
     if is_remote(folder) and (folder / ARRAYS).exists():
         return kvstore(folder / ARRAYS)
     if not (folder / STATE).exists():
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"this process cannot see {folder}; use a directory that all hosts share."
         )
     return {**ocdbt(folder / STATE), "cache_pool": _TABLES}

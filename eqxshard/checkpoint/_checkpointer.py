@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageFileError
 from .._waits import waiting
 from ..distributed import (
     assert_same_on_all_processes,
@@ -310,7 +310,7 @@ class Checkpointer:
     def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
         """Read what a PyTree wants: all that was saved, or arrays below a path."""
         if step is None:
-            raise FileNotFoundError(
+            raise UsageFileError(
                 f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
                 "give the checkpointer the name of a metric that was saved, or leave out "
                 "step= to read the newest."

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageFileError
 from ..distributed import (
     allgather_json,
     assert_same_on_all_processes,
@@ -147,7 +147,7 @@ class CheckpointFolder:
         if found.get("unread"):
             raise OSError(self._unread(found["unread"]))
         if found["description"] is None:
-            kind = ValueError if found["damaged"] else FileNotFoundError
+            kind = UsageError if found["damaged"] else UsageFileError
             raise kind(found["error"])
         return found["description"]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageFileError
 from ..sharding._files import open_file, read_json
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._text import comma_list
@@ -75,7 +75,7 @@ def _find_in(folder: Path) -> Path:
     by_kind = [sorted(folder.glob(pattern)) for pattern in _IN_FOLDERS]
     found = next(filter(None, by_kind), [])
     if len(found) != 1:
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"{os.fspath(folder)!r} has {len(found)} files to choose from; give the path "
             f"of one, or a folder with one of {comma_list(_IN_FOLDERS)}."
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageOSError
 from .._waits import waiting
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._files import local_path
@@ -116,7 +116,7 @@ def save_weights(
             pass
     fault = broadcast_from_first(None if error is None else error.strerror or str(error))
     if fault is not None:
-        raise OSError(
+        raise UsageOSError(
             f"{os.fspath(path)!r} could not be written: {fault}; give another path, or "
             "make room."
         ) from error

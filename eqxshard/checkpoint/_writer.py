@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._errors import UsageOSError
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._text import first_few
 from ._folder import CheckpointFolder, listed, reason
@@ -103,7 +104,7 @@ class CheckpointWriter:
         """Wait for the last checkpoint; raise `OSError` if it failed in any process."""
         errors = self.settle()
         if errors:
-            raise OSError(errors[0])
+            raise UsageOSError(errors[0])
 
     def settle(self) -> list[str]:
         """Wait for the last checkpoint, with all processes; return what failed in any."""

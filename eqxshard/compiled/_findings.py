@@ -9,11 +9,12 @@ from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
+#: Those of our own steps.
 KINDS = (
     "whole",
     "unmatched",
     "global-batch",
-    "all-layers",
+    "per-layer",
     "donation",
     "dtype",
     "callback",

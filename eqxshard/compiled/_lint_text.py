@@ -33,17 +33,17 @@ class Argument(NamedTuple):
 
     - `name`: what the text calls it.
     - `path`, `shape`: of the whole array.
-    - `spec`: how it is split between steps.
     - `donated`: whether its memory is to be reused.
     - `in_model`: whether it belongs to the model.
+    - `spec`: how it is split, for `all_layers`.
     """
 
     name: str
     path: str
     shape: tuple[int, ...]
-    spec: Sequence[object]
     donated: bool
     in_model: bool
+    spec: Sequence[object] = ()
 
 
 @contextlib.contextmanager
@@ -89,18 +89,28 @@ class TextLint:
         self._is_training = any("jvp(" in x.op_name for x in self.module.instructions())
 
     def findings(self) -> Iterator[Finding]:
-        """All of them."""
+        """All of them, but for those of `all_layers`."""
+        for operation in self._gathers():
+            yield from self._global_batch(operation)
+        yield from self._donation()
+
+    def all_layers(self) -> Iterator[Finding]:
+        """Stacked layers that a loop takes one by one, gathered before it.
+
+        A step of ours gathers each layer in the loop that takes it.
+        """
         by_path = {each.path: each for each in self.arguments}
-        devices = math.prod(self.sizes.values())
-        for operation in find_collectives(self.module, devices):
+        for operation in self._gathers():
+            for path in self._causes.leaves(operation):
+                yield from self._all_layers(operation, by_path[path])
+
+    def _gathers(self) -> Iterator[Operation]:
+        for operation in find_collectives(self.module, math.prod(self.sizes.values())):
             # In per-device code, the user gathers on purpose; and our rewrites do.
             names = ("shard_map", REWRITTEN)
             is_meant = any(name in operation.start.op_name for name in names)
             if operation.kind == "all-gather" and not is_meant:
-                yield from self._global_batch(operation)
-                for path in self._causes.leaves(operation):
-                    yield from self._all_layers(operation, by_path[path])
-        yield from self._donation()
+                yield operation
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
         """What brings a device the rows of others, or what is computed of them."""
@@ -161,7 +171,6 @@ class TextLint:
         return value.op_name
 
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
-        """Stacked layers that a loop takes one by one, gathered before it."""
         gathered = operation.axes(self.sizes) or self.sizes.keys()
         used = [
             size // math.prod(self.sizes[x] for x in axes_of(entry) if x not in gathered)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
-from .._errors import UsageError
+from .._errors import UsageError, UsageFileError
 from ..sharding._files import local_path
 
 _notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
@@ -82,7 +82,7 @@ def _download(path: Path, url: str, sha256: str) -> None:
 
         pooch.retrieve(url, f"sha256:{sha256}", path.name, path.parent)
     except (ImportError, OSError, ValueError) as error:
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"there is no {path}, and it could not be downloaded from {url} "
             f"({error!s:.120}); put the file there, set data_dir or $EQXSHARD_DATA_DIR to "
             "the directory that has it, or have pip install 'eqxshard[recipes]' for the "

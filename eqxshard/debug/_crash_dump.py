@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import UsageError, UsageTypeError
+from .._errors import UsageError, UsageFileError, UsageTypeError
 from ..checkpoint._arrays import DamageError, partition_by_path, read, wrap_keys
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..checkpoint._description import abstract_array, array_metadata, check_structure
@@ -193,7 +193,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     model.
     """
     if not is_complete(folder) or not (folder / _FILE).exists():
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"{folder} is not a crash dump; give the folder that the run named."
         )
     damage = verify(folder)

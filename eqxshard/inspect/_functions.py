@@ -157,4 +157,4 @@ def lint_lowered(
     ]
     with unread_is_warned("a function"):
         text = TextLint(module, step.sizes, arguments, batch, scanned, step.batch_axes)
-        yield from dict.fromkeys(text.findings())
+        yield from dict.fromkeys([*text.findings(), *text.all_layers()])

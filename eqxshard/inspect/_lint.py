@@ -45,16 +45,21 @@ def lint(
     - `unmatched`: a pattern of a rule that matches nothing.
     - `global-batch`: every device gathers the batch, or something computed from all of it,
         as a loop over examples does (`jax.lax.map`); use `jax.vmap`.
-    - `all-layers`: all stacked layers are gathered at once.
+    - `per-layer`: the optimizer takes stacked layers for one array: it multiplies or
+        factorizes them, or scales them by a norm of all of them; use
+        [`eqxshard.per_layer`][].
+    - `all-layers`: all stacked layers of a function of your own are gathered at once.
     - `donation`: a donated array whose memory is not reused.
     - `dtype`: most matrix products of the loss are in a wider type than the model's, or
         than that of a 16-bit precision.
     - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 
-    A function of your own has no rule, so nothing is `whole` or `unmatched`. Its batch is
-    the arguments that are split by rows and not returned. Of one that is lowered already,
-    only the compiled text is read.
+    A function of your own has no rule and no optimizer that is known, so nothing is
+    `whole`, `unmatched` or `per-layer`. There alone are layers found that are gathered all
+    at once, `all-layers`: a step of ours gathers them one by one. The batch of a function
+    is the arguments that are split by rows and not returned. Of one that is lowered
+    already, only the compiled text is read.
 
     **Arguments:**
 

@@ -44,9 +44,9 @@ def cli(
     [`eqxshard.train`][], which is then planned instead.
 
     What this library raised on purpose, and an [`eqxshard.UsageError`][] of the script,
-    ends it with one line on stderr and exit status 2. Another error is a bug: the
-    traceback shows the user's own code, down to the line to look at, and `--traceback`
-    all of it; the exit status is 1. Ctrl-C ends with status 130, SIGTERM with 143.
+    ends it with one line on stderr and exit status 2. Another error is a bug: its
+    traceback leaves out the frames of this library, JAX and Equinox, and `--traceback`
+    shows all of it; the exit status is 1. Ctrl-C ends with status 130, SIGTERM with 143.
 
     **Arguments:**
 

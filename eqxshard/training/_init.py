@@ -39,7 +39,6 @@ from ._make_model import (
 )
 from ._memory import explaining_state
 from ._optimizer import check_optim, init_optimizer
-from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
 from ._state import (
     MadeWith,
@@ -161,7 +160,6 @@ def _build(
     known: Mapping[int, Array],
 ) -> TrainState:
     """Make the arrays of a state that was traced, but for those that are known already."""
-    warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
     builder = ArrayBuilder()
     model = builder.call(traced.make_model, [key])
@@ -220,13 +218,11 @@ class _Traced(NamedTuple):
     """How a state is made, traced: the user's code runs once.
 
     - `like`: the state, with a `jax.ShapeDtypeStruct` for each array.
-    - `params`: the trained part of its model.
     - `make_model`: from a key to the arrays of the model, then those of its own state.
     - `make_state`: from those and the key to the arrays of the state, in order.
     """
 
     like: TrainState
-    params: PyTree
     make_model: core.ClosedJaxpr
     make_state: core.ClosedJaxpr
 
@@ -304,7 +300,7 @@ def _trace(
             leaf.shape, leaf.dtype, sharding=next(shardings), weak_type=leaf.weak_type
         )
 
-    return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
+    return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
 
 
 def _without_params(jaxpr: core.ClosedJaxpr, params: PyTree) -> core.ClosedJaxpr:

@@ -21,6 +21,7 @@ from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
+from ._lint_update import lint_update
 from ._state import TrainState, split_model, without_state
 from .rewrite._jaxprs import all_jaxprs, equations, open_jaxpr
 
@@ -48,22 +49,23 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
     """
     step, key = call.variant, call.key
     if call.state is not None:
-        model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
+        model, leaves = call.state.model, array_leaves(call.state)
+        donated = [each.memory_kind != HOST_MEMORY for each in step.shardings]
         yield from lint_model(model, step.mesh, step.rule)
         yield from _lint_opt_state(call.state, step.mesh, step.rule)
     else:
         model, _ = without_state(key.kept.static.combine(call.kept))
-        leaves, places = array_leaves(model, "model"), key.kept.shardings
+        leaves = array_leaves(model, "model")
+        donated = [False] * len(leaves)
     arguments = [
         Argument(
             name=f"arrays[{number}]",
             path=path.removeprefix("model."),
             shape=tuple(leaf.shape),
-            spec=() if sharding is None else tuple(sharding.spec),
-            donated=call.state is not None and sharding.memory_kind != HOST_MEMORY,
+            donated=is_donated,
             in_model=path == "model" or path.startswith("model."),
         )
-        for number, ((path, leaf), sharding) in enumerate(zip(leaves, places))
+        for number, ((path, leaf), is_donated) in enumerate(zip(leaves, donated))
     ]
     with unread_is_warned(
         "a step", ", and make the step with lint='off' until it is mended"
@@ -73,6 +75,8 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
             floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
             compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
         yield from lint_jaxpr(program.jaxpr, compute)
+        if call.state is not None:
+            yield from lint_update(call.state, program.jaxpr)
         text = TextLint(
             parse_module(program.text),
             dict(step.mesh.shape),

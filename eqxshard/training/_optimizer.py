@@ -18,6 +18,9 @@ from ..sharding._placement import broadcast_prefix
 from ._layout import StateLayout
 from .rewrite._matrices import deal_matrices
 
+#: The scope of an optimizer's update in a step.
+UPDATE = "eqxshard_update"
+
 
 def is_optimizer(given: Any) -> bool:
     """Whether this is an optax optimizer."""
@@ -80,7 +83,8 @@ def apply_update(
     # Some optimizers use the value of the loss, too; a few cannot be given it.
     value: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
     try:
-        updates, new = _deal_update(optim, layout)(grads, opt_state, params, value)
+        with jax.named_scope(UPDATE):
+            updates, new = _deal_update(optim, layout)(grads, opt_state, params, value)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise

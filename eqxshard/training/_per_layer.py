@@ -1,24 +1,24 @@
 """Optimizers that look at the shapes of arrays, applied to stacked layers one by one."""
 
 import re
-import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path, stacked_depth
+from ..sharding._leaves import is_array, is_key, leaf_path, stacked_depth
 from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
 from ..sharding._text import did_you_mean, first_few
-from ._optimizer import check_optim, init_optimizer, takes_value
+from ._optimizer import check_optim
 from .rewrite._matrices import each_layer
+
+#: The scope of what looks at one layer of a stack at a time.
+PER_LAYER = "eqxshard_per_layer"
 
 
 def per_layer(
@@ -114,7 +114,8 @@ def _each_layer(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         update_layer = each_layer(lambda *layer: optim.update(*layer, **extra))
-        return jax.vmap(update_layer)(updates, state, params)
+        with jax.named_scope(PER_LAYER):
+            return jax.vmap(update_layer)(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -149,93 +150,16 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
             )
     for path, leaf in named_leaves(params):
         stack = next(filter(None, (pattern.match(path) for pattern in patterns)), None)
-        if stack and re.match(r"\.\d+", path[stack.end() :]) and not _is_stacked(leaf):
+        if stack and re.match(r"\.\d+", path[stack.end() :]) and not is_stacked(leaf):
             raise UsageError(
                 f"per_layer: {stack.group()!r} is a list, whose layers are not stacked; "
                 f"leave it out, or name what is stacked: '{stack.group()}.0'."
             )
 
 
-def warn_of_stacks(optim: optax.GradientTransformation, params: PyTree) -> None:
-    """Warn if an optimizer updates stacked layers otherwise than a list of layers.
-
-    A few updates of two small layers tell. Stacked arrays are known by their annotations.
-    """
-    stacked = [
-        (leaf.ndim, path) for path, leaf in named_leaves(params) if _is_stacked(leaf)
-    ]
-    if not stacked:
-        return
-    try:
-        # Two of them, because each takes time to compile.
-        odd = _updated_otherwise(optim, params, {min(stacked)[1], max(stacked)[1]})
-    except Exception:  # Only what can be tried is warned of.
-        return
-    if odd:
-        warnings.warn(
-            f"the optimizer updates the stacked layers {first_few(odd)} otherwise than a "
-            "list of layers, because it looks at whole arrays or their shapes; write "
-            f"eqxshard.per_layer(optim, {odd[0].partition('.')[0]!r}), and outside of it "
-            "what looks at all parameters, as in optax.chain(optax.clip_by_global_norm(1), "
-            "per_layer(...)).",
-            stacklevel=3,
-        )
-
-
-def _is_stacked(leaf: Any) -> bool:
+def is_stacked(leaf: Any) -> bool:
+    """Whether an array is annotated as that of stacked layers."""
     try:
         return leaf_dims(leaf)[:1] == ("layers",)
     except ValueError:  # A wrong annotation.
         return False
-
-
-def _updated_otherwise(
-    optim: optax.GradientTransformation, params: PyTree, stacked: set[str]
-) -> list[str]:
-    """Which of the stacked arrays are not updated like a list of their layers."""
-    rng = np.random.default_rng(0)
-
-    def sample(path: tuple[Any, ...], leaf: Any) -> Any:
-        if leaf_path(path) not in stacked:
-            return optax.MaskedNode()
-        # Large enough for what Adafactor factors. Of unlike layers only one is clipped.
-        most = [2] * (leaf.ndim - 2) + [128, 128]
-        layer = [*map(min, leaf.shape, most)][1:]
-        layers = [10.0**power * rng.normal(size=layer) for power in (-3, 2)]
-        return jnp.asarray(np.stack(layers), leaf.dtype)
-
-    def layers(tree: PyTree) -> list[PyTree]:
-        # In front of the paths, because masks and labels look at the end.
-        return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(2)]  # noqa: B023
-
-    params, grads = (jax.tree_util.tree_map_with_path(sample, params) for _ in range(2))
-    extra = {"value": 1.0} if takes_value(optim) else {}
-
-    def updates(params: PyTree, grads: PyTree) -> PyTree:
-        def step(state: PyTree, _: None) -> tuple[PyTree, PyTree]:
-            new, state = optim.update(grads, state, params, **extra)
-            return state, new
-
-        state = init_optimizer(optim, params)
-        if any(is_key(leaf) for leaf in jax.tree.leaves(state)):
-            raise UsageError("random numbers differ anyway")
-        # The first learning rates may be 0.
-        return jax.lax.scan(step, state, length=4)[1]
-
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def both() -> tuple[list[Array], list[Array]]:
-        listed = updates(layers(params), layers(grads))
-        restacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *listed)
-        return jax.tree.leaves(updates(params, grads)), jax.tree.leaves(restacked)
-
-    paths = [path for path, _ in array_leaves(params)]
-    return [path for path, *pair in zip(paths, *both()) if not _is_close(*pair)]
-
-
-def _is_close(stacks: Array, listed: Array) -> bool:
-    """Whether updates agree, for each step and layer of its own."""
-    pairs = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (stacks, listed))
-    return all(
-        np.allclose(one, other, rtol=0, atol=1e-2 * np.abs(other).max())
-        for one, other in zip(*pairs)
-    )

@@ -244,16 +244,6 @@ def test_layers_go_through_transforms_that_gather_nothing(transform):
     np.testing.assert_allclose(found, one, rtol=1e-5)
 
 
-def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
-    def call(layers, x, *, key):
-        twice = jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, layers)
-        return eqxshard.scan_layers(twice, x, key=key)
-
-    state, train_step = make(call)
-    with pytest.warns(eqxshard.LintWarning, match=r"all-layers: .*up\.weight"):
-        train_step(state, BATCH)
-
-
 def test_a_layer_is_cast_before_it_is_gathered():
     seen = []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..._errors import UsageError
+from ..._errors import UsageError, UsageFileError
 from .._datasets import add_note, dataset_folder, is_planning, read_file
 from ._prepare import read_parts
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -89,7 +89,7 @@ def open_corpus(
     if not path.exists() and is_planning():
         return _stand_in(path, tokenizer)
     if not path.exists():
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"there is no {path}; give a .txt file or a folder of token files."
         )
     if path.is_file() and path.suffix == ".txt":

@@ -11,7 +11,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from ..._errors import UsageError
+from ..._errors import UsageError, UsageFileError
 from ...sharding._files import local_path, open_file, parse_json
 from ...sharding._text import first_few
 from ._tokenizers import (
@@ -142,7 +142,7 @@ def _find(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
         found = [path] if path.is_file() else sorted(path.rglob("*"))
         found = [file for file in found if file.suffix in _SUFFIXES]
         if not found:
-            raise FileNotFoundError(
+            raise UsageFileError(
                 f"there is no text at {path}; give files (.txt, .jsonl) or folders of them."
             )
         files += found

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from ..._errors import UsageError
+from ..._errors import UsageError, UsageFileError
 from ...sharding._files import read_json
 
 #: The name of a tokenizer's file in a folder.
@@ -252,7 +252,7 @@ def _read(path: Path) -> Any:
     try:
         return read_json(path)
     except FileNotFoundError:
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"there is no tokenizer {path}; give 'byte', 'char' or the tokenizer.json of "
             "a model."
         ) from None

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 from numpy.typing import ArrayLike
 
-from ..._errors import UsageError
+from ..._errors import UsageError, UsageFileError
 from ...sharding._files import open_file, read_json
 
 RECORD_FILE, TOKENS_FILE, ENDS_FILE = "prepared.json", "tokens.bin", "ends.bin"
@@ -142,7 +142,7 @@ class TokenFiles:
     ):
         self.path = Path(path)
         if not self.path.exists():
-            raise FileNotFoundError(f"there is no {self.path}; give a file that exists.")
+            raise UsageFileError(f"there is no {self.path}; give a file that exists.")
         self._record = read_record(self.path) if self.path.is_dir() else None
         if self._record is not None:
             dtype = token_dtype(self._record["vocab_size"])
@@ -251,7 +251,7 @@ def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise FileNotFoundError(
+        raise UsageFileError(
             f"there is no {path}; give a .bin file, or prepare the text again."
         ) from None
     found, rest = divmod(size, dtype.itemsize)

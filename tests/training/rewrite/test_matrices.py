@@ -162,7 +162,7 @@ def make_step(optim, sizes, **options):
     placed: Any = dict(mesh=mesh, rule=options.pop("rule", rule))
     optim = eqxshard.per_layer(lenient(optim), "stack")
     state = eqxshard.init_state(Model, optim, key=KEY, **placed)
-    options = {"lint": {"all-layers": "off"}, **placed, **options}
+    options = {**placed, **options}
     step = eqxshard.make_train_step(loss_fn, optim, **options)
     keys = jax.random.split(KEY)
     batch = {
