@@ -19,7 +19,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A room may import from rooms of the ranks above its own line, and from itself.
 RANKS = [
-    {"_waits"},
     {"_parser", "distributed", "pages"},
     {"sharding"},
     {"transforms", "compiled", "data", "trackers"},

@@ -15,7 +15,6 @@ import equinox as eqx
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError
-from .._waits import waiting
 from ..distributed import (
     assert_same_on_all_processes,
     broadcast_from_first,
@@ -306,7 +305,6 @@ class Checkpointer:
         read: Any = found.static.combine([*arrays.values()])
         return eqx.combine(with_state(read["model"], read["model_state"]), rest)
 
-    @waiting("the checkpoint to restore")
     def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
         """Read what a PyTree wants: all that was saved, or arrays below a path."""
         if step is None:
@@ -333,7 +331,6 @@ class Checkpointer:
             done = [*done, dict(changes.rename)]
         return _Found(where, wanted, static, arrays, changed, done)
 
-    @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
@@ -415,7 +412,6 @@ class Checkpointer:
         seconds = time.monotonic() - self._last_save
         return broadcast_from_first(seconds >= self._save_every_seconds)
 
-    @waiting("the checkpoint to save")
     def save(
         self,
         state: PyTree,
@@ -451,14 +447,12 @@ class Checkpointer:
         described = describe(step, leaves, loader, metrics, callbacks, self._renamed)
         self._writer.start(leaves, trained_paths(state), described)
 
-    @waiting("the checkpoint to be written")
     def close(self) -> None:
         """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
         self._folder.lock.claims = max(0, self._folder.lock.claims - 1)
         self._folder.lock.release()
 
-    @waiting("the checkpoint to be written")
     def wait(self) -> None:
         """Wait until everything is written.
 

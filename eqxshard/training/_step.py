@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from .._waits import waiting, watches
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
@@ -144,12 +143,7 @@ class InFlight:
             oldest = self._results.popleft()
             # NumPy's has no such method: a user's own step may return one.
             wait = getattr(oldest, "block_until_ready", bool)
-            with (
-                waiting("the devices", for_others=True)
-                if watches
-                else contextlib.nullcontext()
-            ):
-                wait()
+            wait()
 
     def add(self, result: Any) -> None:
         """Add a result, for which there is room."""
@@ -284,10 +278,7 @@ class StepMachine:
             arguments = program, arrays, kept, batch
             if is_new:
                 # Where these could not be made, the step is not to blame.
-                with (
-                    explaining_state(arguments_of(call)),
-                    waiting("the devices", for_others=True),
-                ):
+                with explaining_state(arguments_of(call)):
                     jax.block_until_ready((arrays, kept))
             try:
                 arrays, metrics = call_jitted(*arguments)
@@ -302,8 +293,7 @@ class StepMachine:
                 arrays, metrics = call_jitted(*arguments)
             if is_new:
                 # Most steps that do not fit fail the first time, and say so here.
-                with waiting("the devices", for_others=True):
-                    jax.block_until_ready(metrics)
+                jax.block_until_ready(metrics)
         except Exception as error:
             if is_out_of_memory(error) and not hasattr(error, "is_passing"):
                 error.add_note(self._memory(call, batch).describe())
