@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A room may import from rooms of the ranks above its own line, and from itself.
 RANKS = [
+    {"_errors"},
     {"_parser", "distributed", "pages"},
     {"sharding"},
     {"transforms", "compiled", "data", "trackers"},
