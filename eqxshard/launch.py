@@ -26,21 +26,8 @@ from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to stop once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
-#: A shell script that reads process ids, and stops them at the end of its input, which
-#: comes when the launcher is killed: first the processes, which may save, and then all
-#: that they started. It needs no Python, so it starts at once.
-_GUARD = """
-pids= groups=
-while read -r pid; do pids="$pids $pid" groups="$groups -$pid"; done
-kill $pids
-sleep "$1"
-kill -9 $groups
-"""
 #: The number of last lines of a process to show.
 _LAST_LINES = 15
-#: A run that dies within a minute is started again after this, and twice as long after
-#: each such death in a row, up to a minute.
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 def launch(
@@ -60,27 +47,18 @@ def launch(
         has one of the machine's GPUs, or if there are none, JAX's default devices.
     - `restarts`: how often to start all again after one has died. The script must resume
         from its newest checkpoint by itself, such as with `--resume auto`. Exit status 2,
-        a mistake in the command, is final. A run that dies within a minute is started
-        again after 1 second, then after 2, 4 and so on, up to 60.
+        a mistake in the command, is final.
 
     **Returns:**
 
     The exit status: 0, or that of the process that died first, 128 + N for signal N.
     """
-    wait = _FIRST_WAIT
     with _signals_to_stop() as signals:
         while True:
-            began = time.monotonic()
             status = _run(command, processes, devices_per_process, signals)
-            if status in (0, 2) or restarts == 0:
-                return status
-            if time.monotonic() - began > _LONGEST_WAIT:
-                wait = _FIRST_WAIT
-            _sleep(wait, signals)
-            if signals:
+            if status in (0, 2) or restarts == 0 or signals:
                 return status
             restarts -= 1
-            wait = min(2 * wait, _LONGEST_WAIT)
             _print(f"starting again with {processes} processes; {restarts} restarts left.")
 
 
@@ -150,20 +128,6 @@ class _Worker:
                     sys.stdout.flush()
 
 
-def _start_guard() -> subprocess.Popen[str]:
-    """What stops the processes, whose ids it reads, if this one is killed."""
-    return subprocess.Popen(
-        ["sh", "-c", _GUARD, "eqxshard.launch", str(_GRACE_SECONDS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        bufsize=1,
-        # It must outlive this process, whatever is sent to its group.
-        start_new_session=True,
-    )
-
-
 @contextlib.contextmanager
 def _signals_to_stop() -> Iterator[list[int]]:
     """Collect the signals that ask to stop, such as SIGHUP of a terminal that is closed."""
@@ -180,34 +144,24 @@ def _signals_to_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _sleep(seconds: float, signals: list[int]) -> None:
-    """Wait, but not once a signal has asked to stop."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not signals:
-        time.sleep(0.02)
-
-
 def _run(
     command: list[str], processes: int, devices: int | None, signals: list[int]
 ) -> int:
     """Run all processes once; return the status."""
     environments = _environments(processes, devices)
     workers: list[_Worker] = []
-    with _start_guard() as guard:
-        try:
-            for number, environment in enumerate(environments):
-                workers.append(_Worker(number, [sys.executable, *command], environment))
-                print(workers[-1].process.pid, file=guard.stdin)
-            first = _wait(workers, signals)
-            if first is not None and not signals:
-                # Processes that fail because of this one do so a moment later.
-                time.sleep(0.2)
-                _stop(workers)
-                first.drain()
-                _print(_describe_failure(first, processes))
-        finally:
+    try:
+        for number, environment in enumerate(environments):
+            workers.append(_Worker(number, [sys.executable, *command], environment))
+        first = _wait(workers, signals)
+        if first is not None and not signals:
+            # Processes that fail because of this one do so a moment later.
+            time.sleep(0.2)
             _stop(workers)
-            guard.kill()
+            first.drain()
+            _print(_describe_failure(first, processes))
+    finally:
+        _stop(workers)
     for worker in workers:
         worker.drain()
     code = 0 if first is None else first.process.returncode

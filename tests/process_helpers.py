@@ -56,7 +56,6 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     numbers = {}
     for child in children.split():
         environment = Path(f"/proc/{child}/environ").read_text()
-        # The launcher has another child, which guards them.
         for number in re.findall(r"\bEQXSHARD_PROCESS=(\d+)", environment):
             numbers[int(number)] = int(child)
     return [numbers[number] for number in sorted(numbers)]

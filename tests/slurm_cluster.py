@@ -17,8 +17,8 @@ from process_helpers import started
 
 from eqxshard.launch import _free_port
 
-#: Two nodes that have a name, and two whose names resolve nowhere.
-NODES, LOST = ("eqxshard-n0", "eqxshard-n1"), ("eqxshard-lost0", "eqxshard-lost1")
+#: Two nodes.
+NODES = ("eqxshard-n0", "eqxshard-n1")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 HOSTS, MARK = Path("/etc/hosts"), "# of eqxshard's tests"
 
@@ -94,7 +94,7 @@ class Slurm:
         self._daemon("munged", "--foreground", f"--socket={munge}/socket", *files)
         wait_for("munged", (munge / "socket").exists, seconds=60)
         self._daemon("slurmctld", "-D", "-c")
-        for node in (*NODES, *LOST):
+        for node in NODES:
             self.start_node(node)
         self.wait_for_nodes()
         self._stack.callback(self._cancel_all)
@@ -119,7 +119,7 @@ class Slurm:
 
     def wait_for_nodes(self) -> None:
         """Return once all nodes are idle."""
-        idle = [*NODES, *LOST]
+        idle = [*NODES]
         states = ("sinfo", "--Node", "--noheader", "--format=%N %T")
 
         def are_idle() -> bool:
@@ -162,12 +162,11 @@ class Slurm:
         host = socket.gethostname()
         text = CONFIGURATION.format(host=host, port=_free_port(), folder=self.folder)
         lines = [text.strip()]
-        for name in (*NODES, *LOST):
+        for name in NODES:
             lines.append(NODE.format(name=name, host=host, port=_free_port()))
         lines.append(f"PartitionName=main Default=YES Nodes={','.join(NODES)}")
-        lines.append(f"PartitionName=lost Nodes={','.join(LOST)}")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
-        nodes = f"NodeName={','.join([*NODES, *LOST])}"
+        nodes = f"NodeName={','.join(NODES)}"
         gpus = [f"{nodes} Name=gpu File={file}\n" for file in ("/dev/null", "/dev/zero")]
         (self.folder / "gres.conf").write_text("".join(gpus))
         key = self.folder / "munge" / "key"

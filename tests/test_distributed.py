@@ -1,17 +1,14 @@
 """Runs of several processes over loopback: their results, and how they end."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -275,74 +272,31 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
     }[what] in out
 
 
-# Whom a process waits for
+# Joining
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """Time that goes by with each look at the clock."""
-    clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(eqxshard.distributed, "time", clock)
-    # Joining others replaces it.
+def joining(monkeypatch):
+    """Joining others replaces the hook."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-@pytest.mark.parametrize("host", ["nowhere.invalid", "127.0.0.1"])
-def test_a_first_process_that_cannot_be_reached_is_named(impatient, capsys, host):
-    address = f"{host}:{_free_port()}"
-    with pytest.raises(TimeoutError) as error:
-        eqxshard.initialize(address, 3, 2, start_seconds=60)
-    says = f"process 2 cannot reach process 0 at {address}: [Errno "
-    assert str(error.value).startswith(says) and "; see whether" in str(error.value)
-    # And before the end, for those who watch.
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 60 s" in line
-
-
-@pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("nowhere.invalid", "nowhere.invalid"),
-        ("nowhere[03,07-09].invalid,login", "nowhere03.invalid"),
-        ("rack[1-2]n[07-09].invalid", "rack1n07.invalid"),
-    ],
-)
-def test_the_first_node_of_slurm_is_waited_for(impatient, monkeypatch, nodes, first):
-    settings = {"STEP_NODELIST": nodes, "JOB_ID": "4100", "PROCID": "1"}
-    for name, value in (settings | {"STEP_NUM_TASKS": "2"}).items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(TimeoutError, match=f"process 0 at {re.escape(first)}:61444: "):
-        eqxshard.initialize()
-
-
-@pytest.mark.parametrize("address", ["node-1", ":29400", "node-1:port"])
-def test_an_address_without_host_or_port_is_a_mistake(impatient, address):
+@pytest.mark.parametrize("address", ["node-1", "node-1:port"])
+def test_an_address_without_host_or_port_is_a_mistake(joining, address):
     with pytest.raises(ValueError, match=f"{address!r} is not HOST:PORT; write one such"):
         eqxshard.initialize(address, 2, 1)
 
 
-def test_a_process_that_is_not_one_of_them_is_named(impatient):
-    with pytest.raises(ValueError, match="process_id=5 is none of 2 processes; number"):
-        eqxshard.initialize("127.0.0.1:29400", 2, 5)
-
-
-def test_a_port_that_another_program_has_is_named(impatient):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"cannot listen at {address}, .* another"):
-            eqxshard.initialize(address, 2, 0)
-
-
 @pytest.mark.slow
-def test_processes_that_wait_in_vain_for_another_say_so(tmp_path):
-    """Two of three come, of whom JAX would end each with a stack of C++."""
+def test_processes_that_wait_in_vain_for_another_end(tmp_path):
+    """Two of three come; JAX ends them."""
     join = "import sys, eqxshard; eqxshard.initialize(sys.argv[1], 3, int(sys.argv[2]))"
     address = f"127.0.0.1:{_free_port()}"
-    settings = SETTINGS | {"EQXSHARD_START_SECONDS": "8"}
+    settings = SETTINGS | {"EQXSHARD_WAIT_SECONDS": "8"}
     with contextlib.ExitStack() as stack:
         commands = [[sys.executable, "-c", join, address, str(n)] for n in range(2)]
         several = [stack.enter_context(started(each, env=settings)) for each in commands]
         for process in several:
             _, err = process.communicate(timeout=240)
-            assert process.returncode == 1, err
-            assert "process 2 of 3 did not join within 8 s; see why" in err
+            assert process.returncode == -signal.SIGABRT, err
+            assert "DEADLINE_EXCEEDED" in err

@@ -20,7 +20,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A room may import from rooms of the ranks above its own line, and from itself.
 RANKS = [
     {"_errors"},
-    {"_waits"},
     {"_parser", "distributed", "pages"},
     {"sharding"},
     {"transforms", "compiled", "data", "trackers"},

@@ -314,8 +314,8 @@ def test_a_killed_run_goes_on_as_the_readme_shows(tmp_path):
     where = killed.index("--output") + 1
     output, killed[where] = killed[where], str(tmp_path / "run")
     resumed[resumed.index(output)] = killed[where]
-    whole = [*resumed[:-1], "--output", str(tmp_path / "whole")]
-    assert resumed[-1] == "--resume"
+    whole = [*resumed[:-2], "--output", str(tmp_path / "whole")]
+    assert resumed[-2:] == ["--resume", "yes"]
     flags = ["--data", "synthetic"]
     together = {"cwd": ROOT, "env": environment(), "stderr": subprocess.STDOUT}
 

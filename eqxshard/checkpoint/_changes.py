@@ -2,32 +2,20 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
-import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._errors import UsageError
-from ..sharding._leaves import leaf_path
 from ..sharding._text import did_you_mean, first_few
 from ..training._donation import check_not_donated, copy_array
-from ._arrays import target_sharding
-from ._description import abstract_array, check_structure, describe_difference
+from ._description import check_structure
 
-#: What a restore may change: the arrays of models, and those of their optimizers.
-KINDS = ("model", "optimizer")
-
-#: The states of optax that count steps for a schedule.
-_SCHEDULES = (
-    "ScaleByScheduleState",
-    "WrappedScheduleState",
-    "InjectHyperparamsState",
-    "InjectStatefulHyperparamsState",
-)
+Missing = Literal["error", "init"]
+Unused = Literal["error", "drop"]
 
 
 class Changed(NamedTuple):
@@ -49,16 +37,21 @@ class Changes:
     """What a restore is asked to change.
 
     - `rename`: the new path of what was saved at a path or below it; `None` to drop it.
-    - `init`: the kinds of arrays that are initialized if the checkpoint lacks them.
-    - `drop`: the kinds of arrays that are dropped if only the checkpoint has them.
-    - `allowing`: what to write to allow more: of the kinds that the checkpoint lacks, and
-        of those that only it has.
+    - `missing`: `"init"` if arrays are initialized that the checkpoint lacks.
+    - `unused`: `"drop"` if arrays are dropped that only the checkpoint has.
     """
 
     rename: Mapping[str, str | None]
-    init: Collection[str]
-    drop: Collection[str]
-    allowing: Callable[[set[str], set[str]], str]
+    missing: Missing
+    unused: Unused
+
+    def __post_init__(self):
+        for name, allowed in (("missing", "init"), ("unused", "drop")):
+            value = getattr(self, name)
+            if value not in ("error", allowed):
+                raise UsageError(
+                    f"{name}={value!r} is unknown; use 'error' or {allowed!r}."
+                )
 
     def match(
         self,
@@ -106,46 +99,17 @@ class Changes:
             {old: new for new, old in sure.items() if new != old},
             [path for path in saved if path not in kept],
         )
-        ours = paths.kinds(changed.initialized, wanted)
-        theirs = paths.kinds([x for x in changed.dropped if moved[x] is not None], saved)
-        lacks = {path: kind for path, kind in ours.items() if kind not in self.init}
-        has = {path: kind for path, kind in theirs.items() if kind not in self.drop}
+        lacks = changed.initialized if self.missing == "error" else []
+        has: list[str] = []
+        if self.unused == "error":
+            has = [path for path in changed.dropped if moved[path] is not None]
         check_structure(
             {path: wanted[path] for path in wanted if path in sure or path in lacks},
             {new: saved[old] for new, old in sources.items() if old in kept or old in has},
             where,
-            self._remedy(wanted, saved, lacks, has, sure),
+            _remedy(lacks, has),
         )
         return sure, changed
-
-    def _remedy(
-        self,
-        wanted: Mapping[str, Any],
-        saved: Mapping[str, Any],
-        lacks: Mapping[str, str],
-        has: Mapping[str, str],
-        sources: Mapping[str, str],
-    ) -> str:
-        """What to write if all of this is meant: other shapes, other names, the rest."""
-
-        def fits(old: str, new: str) -> bool:
-            return not describe_difference("", abstract_array(saved[old]), wanted[new], "")
-
-        for new, old in sources.items():
-            if not fits(old, new):
-                allowing = self.allowing({"model"}, set())
-                return f"give rename={ {old: None} } and {allowing} to begin anew with it"
-        allowing = self.allowing({*lacks.values()}, {*has.values()})
-        for new in lacks:
-            pairs = [_differing(old, new) for old in has if fits(old, new)]
-            before, after, same = max(pairs, key=lambda pair: pair[2], default=("", "", 0))
-            if same:
-                rename = {before: after}
-                return (
-                    f"give {rename=} to keep what has another name, or {allowing} to go on "
-                    "without it"
-                )
-        return f"give {allowing} if this is meant"
 
     def _rename(
         self,
@@ -233,17 +197,6 @@ class _Paths:
                 return [*root, field, *rest[:i]], parameter, rest[j:]
         return None
 
-    def kinds(self, paths: Collection[str], among: Collection[str]) -> dict[str, str]:
-        """The kind of each: what an optimizer has of a changed parameter is the model's."""
-        changed, kinds = {*paths}, {}
-        for path in paths:
-            found = self.parameter(path, among)
-            field = self.split(path)[1]
-            is_own = found is None or found[1] not in changed
-            is_optimizer = field in ("opt_state", "loss_scale") and is_own
-            kinds[path] = "optimizer" if is_optimizer else "model"
-        return kinds
-
 
 def fill(
     arrays: Mapping[str, Array], wanted: Mapping[str, Any], where: str
@@ -262,24 +215,19 @@ def fill(
     return filled
 
 
-def count_steps(like: PyTree, missing: Mapping[str, Any], step: int) -> dict[str, Array]:
-    """Those of some arrays that count the run's steps, at a step.
-
-    A schedule that is new in mid-run is one of the whole run.
-    """
-    of_schedule = lambda path, _: getattr(path[-1], "tuple_name", "") in _SCHEDULES  # noqa: E731
-    found = optax.tree_utils.tree_get_all_with_path(like, "count", of_schedule)
-    # Optax writes the name of the tuple, too.
-    named = lambda key: jax.tree_util.GetAttrKey(key.name)  # noqa: E731
-    counts = {
-        leaf_path(tuple(named(k) if hasattr(k, "tuple_name") else k for k in path))
-        for path, _ in found
-    }
-    return {
-        path: jax.device_put(np.full(leaf.shape, step, leaf.dtype), target_sharding(leaf))
-        for path, leaf in missing.items()
-        if path in counts or path.split(".")[-1] == "step"
-    }
+def _remedy(lacks: Collection[str], has: Collection[str]) -> str:
+    """What to write if the differences are meant."""
+    if not lacks and not has:
+        return (
+            "give rename={PATH: None} and missing='init' to begin anew with what has "
+            "another shape"
+        )
+    options = ["missing='init'"] if lacks else []
+    options += ["unused='drop'"] if has else []
+    return (
+        f"give {' and '.join(options)} if this is meant (and rename={{OLD: NEW}} for what "
+        "only has another path)"
+    )
 
 
 def _move(path: str, rename: Mapping[str, str | None]) -> str | None:
@@ -294,13 +242,3 @@ def _move(path: str, rename: Mapping[str, str | None]) -> str | None:
 
 def _is_below(path: str, beginning: str | None) -> bool:
     return path == beginning or path.startswith(f"{beginning}.")
-
-
-def _differing(old: str, new: str) -> tuple[str, str, int]:
-    """Two paths without their common end, and the length of that."""
-    ours, theirs = new.split("."), old.split(".")
-    same = 0
-    while same + 1 < min(len(ours), len(theirs)) and ours[-1 - same] == theirs[-1 - same]:
-        same += 1
-    before, after = (".".join(parts[: len(parts) - same]) for parts in (theirs, ours))
-    return before, after, same

@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageFileError
-from .._waits import waiting
 from ..distributed import (
     assert_same_on_all_processes,
     broadcast_from_first,
@@ -27,7 +26,7 @@ from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys
 from ._best import Mode, best_mode, best_of
-from ._changes import KINDS, Changed, Changes, count_steps, fill
+from ._changes import Changed, Changes, Missing, Unused, fill
 from ._description import describe
 from ._folder import CheckpointFolder, Step
 from ._writer import CheckpointWriter
@@ -179,8 +178,8 @@ class Checkpointer:
         *,
         step: Step = "newest",
         rename: Mapping[str, str | None] = {},
-        missing: Literal["error", "init"] = "error",
-        unused: Literal["error", "drop"] = "error",
+        missing: Missing = "error",
+        unused: Unused = "error",
     ) -> _T:
         """Read a state, each array straight into its sharding.
 
@@ -199,7 +198,7 @@ class Checkpointer:
             keeps of parameters goes with them. A script may keep the line: it has no
             effect on checkpoints that this checkpointer saves afterwards.
         - `missing`: `"init"` copies what the checkpoint lacks from `like`, a state of
-            [`eqxshard.init_state`][]. Counts of schedules go on from the step.
+            [`eqxshard.init_state`][]. A schedule that is new counts its steps from 0.
             (For an optimizer that begins with a copy of the weights, such as
             [`eqxshard.ema_weights`][], make it with `load=checkpointer.restore_model`.)
         - `unused`: `"drop"` drops arrays that `like` does not have.
@@ -222,18 +221,17 @@ class Checkpointer:
             state = checkpointer.restore(like, missing="init", unused="drop")
             ```
         """
-        changes = _changes(rename, missing, unused)
-        return self.restore_changed(like, changes, step=step)[0]
+        return self.restore_or_make(like, Changes(rename, missing, unused), step=step)
 
-    def restore_changed(
+    def restore_or_make(
         self,
         like: _T,
         changes: Changes,
         make: Callable[[dict[str, Array]], _T] | None = None,
         *,
         step: Step = "newest",
-    ) -> tuple[_T, Changed]:
-        """As `restore`, and what was changed. [`eqxshard.train`][] calls this.
+    ) -> _T:
+        """As `restore`; [`eqxshard.train`][] calls this.
 
         **Arguments:**
 
@@ -253,7 +251,7 @@ class Checkpointer:
         _log(found.where, found.changed)
         self._renamed = found.renamed
         self._last_save = time.monotonic()
-        return state, found.changed
+        return state
 
     def restore_model(
         self,
@@ -263,7 +261,7 @@ class Checkpointer:
         only: PyTree = True,
         of: str = "",
         rename: Mapping[str, str | None] = {},
-        missing: Literal["error", "init"] = "error",
+        missing: Missing = "error",
     ) -> _T:
         """Read the model of a state, or a part of it, for evaluation or fine-tuning.
 
@@ -300,13 +298,12 @@ class Checkpointer:
         chosen, rest = eqx.partition(model, only)
         # Under the names that they have in a state.
         like = dict(zip(("model", "model_state"), without_state(chosen)))
-        found = self._read(like, step, _changes(rename, missing, "drop"), of)
+        found = self._read(like, step, Changes(rename, missing, "drop"), of)
         arrays = {**found.wanted, **found.arrays}
         _log(found.where, found.changed._replace(dropped=[]))
         read: Any = found.static.combine([*arrays.values()])
         return eqx.combine(with_state(read["model"], read["model_state"]), rest)
 
-    @waiting("the checkpoint to restore")
     def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
         """Read what a PyTree wants: all that was saved, or arrays below a path."""
         if step is None:
@@ -328,12 +325,10 @@ class Checkpointer:
                 break
         arrays = wrap_keys(arrays, leaves)
         arrays = {new: arrays[old] for new, old in sources.items()}
-        arrays |= count_steps(like, {x: wanted[x] for x in changed.initialized}, at)
         if changes.rename and changes.rename not in done:
             done = [*done, dict(changes.rename)]
         return _Found(where, wanted, static, arrays, changed, done)
 
-    @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
@@ -415,7 +410,6 @@ class Checkpointer:
         seconds = time.monotonic() - self._last_save
         return broadcast_from_first(seconds >= self._save_every_seconds)
 
-    @waiting("the checkpoint to save")
     def save(
         self,
         state: PyTree,
@@ -451,14 +445,12 @@ class Checkpointer:
         described = describe(step, leaves, loader, metrics, callbacks, self._renamed)
         self._writer.start(leaves, trained_paths(state), described)
 
-    @waiting("the checkpoint to be written")
     def close(self) -> None:
         """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
         self._folder.lock.claims = max(0, self._folder.lock.claims - 1)
         self._folder.lock.release()
 
-    @waiting("the checkpoint to be written")
     def wait(self) -> None:
         """Wait until everything is written.
 
@@ -498,20 +490,6 @@ class _Found(NamedTuple):
     arrays: dict[str, Array]
     changed: Changed
     renamed: list[Mapping[str, str | None]]  #: What the run has renamed so far.
-
-
-def _changes(rename: Mapping[str, str | None], missing: str, unused: str) -> Changes:
-    """What the options of `restore` allow."""
-    for name, value, allowed in (("missing", missing, "init"), ("unused", unused, "drop")):
-        if value not in ("error", allowed):
-            raise UsageError(f"{name}={value!r} is unknown; use 'error' or {allowed!r}.")
-
-    def allowing(lacks: set[str], has: set[str]) -> str:
-        options = "missing='init'" if lacks else "", "unused='drop'" if has else ""
-        return ", ".join(filter(None, options))
-
-    init, drop = KINDS if missing == "init" else (), KINDS if unused == "drop" else ()
-    return Changes(rename, init, drop, allowing)
 
 
 def _log(where: str, changed: Changed) -> None:

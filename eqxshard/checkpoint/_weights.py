@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import UsageError, UsageOSError
-from .._waits import waiting
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._files import local_path
 from ..sharding._leaves import as_weak_as
@@ -42,7 +41,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _Arrays = Iterable[tuple[str, str, np.ndarray]]
 
 
-@waiting("the weights to save")
 def save_weights(
     path: str | os.PathLike[str],
     model: PyTree,

@@ -413,8 +413,7 @@ def _check_same(
     if differ == ["batch_size"]:
         remedy = (
             "make the loader as it was, or go on from the same example with "
-            "loader.restore(state, rebatch=True) (a script of train's: with "
-            "--changes batch_size)"
+            "loader.restore(state, rebatch=True)"
         )
     raise UsageError(
         f"the state is of a loader with other batches: {', '.join(changes)}; {remedy}."

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import logging
-import math
 import sys
 import threading
 import time
@@ -12,7 +11,6 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from .._waits import waiting, watches
 from ..distributed import abort_process, is_main_process
 
 _LOG = logging.getLogger(__name__)
@@ -79,13 +77,7 @@ class Clock:
         outer = self.now
         self.now, self.failed = Phase(part, what, self._count()), None
         try:
-            # A process may take its time for other parts while all do the same.
-            with (
-                waiting(what, for_others=part == "device")
-                if watches
-                else contextlib.nullcontext()
-            ):
-                yield
+            yield
         except BaseException:
             self.failed = self.failed or self.now
             raise
@@ -132,27 +124,20 @@ def announced(what: str, *, in_logs: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watch(
-    clock: Clock, stall_seconds: float | None, hang_seconds: float | None = None
-) -> Iterator[None]:
-    """Log a stall, with the stack of every thread; end the process of a run that hangs.
+def watch(clock: Clock, hang_seconds: float | None) -> Iterator[None]:
+    """End the process of a run that is stuck, after printing the stacks of all threads.
 
     **Arguments:**
 
     - `clock`: knows what the run waits for.
-    - `stall_seconds`: how long one wait may take before it is logged; `None` for any time.
-    - `hang_seconds`: how long one wait may take before the process ends; `None` for any
-        time.
+    - `hang_seconds`: how long one wait may take; `None` for any time.
     """
-    given = [seconds for seconds in (stall_seconds, hang_seconds) if seconds is not None]
-    if not given:
+    if hang_seconds is None:
         yield
         return
     ended = threading.Event()
-    # What ends a run is logged first, with stacks.
-    waits = clock, min(given), math.inf if hang_seconds is None else hang_seconds
     thread = threading.Thread(
-        target=_look, args=(*waits, ended), name="watchdog", daemon=True
+        target=_look, args=(clock, hang_seconds, ended), name="watchdog", daemon=True
     )
     thread.start()
     try:
@@ -162,27 +147,23 @@ def watch(
         thread.join()
 
 
-def _look(
-    clock: Clock, stall_seconds: float, hang_seconds: float, ended: threading.Event
-) -> None:
+def _look(clock: Clock, hang_seconds: float, ended: threading.Event) -> None:
     """Look at the clock until the run has ended."""
-    logged = None
-    while not ended.wait(min(stall_seconds / 10, 1.0)):
+    while not ended.wait(min(hang_seconds / 10, 1.0)):
         phase = clock.now
         waited = time.perf_counter() - phase.since
-        count = jax.process_count()
-        process = f"process {jax.process_index()} of {count}: " if count > 1 else ""
-        stuck = f"{process}no progress for {waited:.0f} s: waiting for {phase.what}"
-        if waited > stall_seconds and phase is not logged:
-            logged = phase
-            faulthandler.dump_traceback(2)
-            _LOG.error("%s; the stacks of all threads are above, on stderr.", stuck)
         if waited > hang_seconds:
+            faulthandler.dump_traceback(2)
+            count = jax.process_count()
+            process = f"process {jax.process_index()} of {count}: " if count > 1 else ""
             _LOG.error(
-                "%s, longer than hang_seconds=%g. This process ends with status 1; "
-                "start the run again, to resume from its newest checkpoint.",
-                stuck,
+                "%sno progress for %.0f s, longer than hang_seconds=%g: waiting for %s; "
+                "the stacks of all threads are above, on stderr. This process ends with "
+                "status 1; start the run again, to resume from its newest checkpoint.",
+                process,
+                waited,
                 hang_seconds,
+                phase.what,
             )
             # As after an exception, so launchers and schedulers start the run again.
             abort_process(1)

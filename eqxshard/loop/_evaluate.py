@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from .._waits import waiting
 from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
@@ -36,7 +35,6 @@ from ..training.rewrite._float8 import with_float8
 from ._batches import Batches, is_resident, read_from_start
 
 
-@waiting("an evaluation")
 def evaluate(
     model: PyTree, eval_step: Callable[[PyTree, PyTree], Metrics], loader: Batches
 ) -> dict[str, Any]:
@@ -107,7 +105,6 @@ def check_evaluate(evaluate: Any) -> None:
         return
 
 
-@waiting("predictions")
 def predict(
     model: PyTree,
     fn: Callable[[Any, Any], PyTree],

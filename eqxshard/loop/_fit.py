@@ -51,7 +51,6 @@ def fit(
     callbacks: Sequence[Callback] = (),
     log_every: int = 50,
     max_nonfinite: int = 10,
-    stall_seconds: float | None = 300.0,
     hang_seconds: float | None = None,
     extra: PyTree = None,
 ) -> _State:
@@ -102,14 +101,12 @@ def fit(
         one of them. The state and the batch are written to the folder `crash_dump` in the
         checkpointer's, for `python -m eqxshard.replay`. Of fewer such steps, a warning
         at the end says how many they were, and the examples of the first.
-    - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
-        longer than this for a batch, a step (including compilation), a callback, an
-        evaluation, a tracker or a checkpoint; `None` for never.
-    - `hang_seconds`: end this process, with exit status 1, if one such wait takes longer
-        than this, so that a launcher or scheduler starts the run again from its newest
-        checkpoint; `None` for never. It must be longer than the longest compilation,
-        evaluation or save, or the run ends there each time. (One process that others wait
-        for is ended by `wait_seconds` of [`eqxshard.initialize`][].)
+    - `hang_seconds`: if the run waits longer than this for a batch, a step (including
+        compilation), a callback, an evaluation, a tracker or a checkpoint, print the
+        stacks of all threads, and end this process with exit status 1, so that a launcher
+        or scheduler starts the run again from its newest checkpoint; `None` for never. It
+        must be longer than the longest compilation, evaluation or save, or the run ends
+        there each time.
     - `extra`: given to each step, such as a teacher; see [`eqxshard.TrainStep`][]. A
         callback may replace it. It is not saved.
 
@@ -162,12 +159,11 @@ def fit(
         stack.callback(_print_time, loop)
         stack.push(lambda kind, error, trace: _close(clock, trackers, callbacks, error))
         check_positive(steps=steps, epochs=epochs, log_every=log_every)
-        check_positive(max_nonfinite=max_nonfinite, stall_seconds=stall_seconds)
-        check_positive(hang_seconds=hang_seconds)
+        check_positive(max_nonfinite=max_nonfinite, hang_seconds=hang_seconds)
         loop.first = loop.step = report.skipped.since = step_of(loop.state)
         last = last_step(steps, epochs, report.epochs)
         between = evaluation_interval(evaluate_every, report.epochs) if evaluate else None
-        stack.enter_context(watch(clock, stall_seconds, hang_seconds))
+        stack.enter_context(watch(clock, hang_seconds))
         assert_same_on_all_processes(
             "fit",
             {

@@ -2,12 +2,8 @@
 
 import contextlib
 import dataclasses
-import io
-import itertools
 import logging
-import operator
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -22,7 +18,7 @@ from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..sharding._text import comma_list, say
-from ._config import RunConfig, command_line, option
+from ._config import RunConfig, flag
 from ._errors import exit_on_errors
 from ._planned import planned_by, print_plan
 
@@ -43,10 +39,11 @@ def cli(
     the user's cache directory. With `--plan`, it runs up to its call of
     [`eqxshard.train`][], which is then planned instead.
 
-    What this library raised on purpose, and an [`eqxshard.UsageError`][] of the script,
-    ends it with one line on stderr and exit status 2. Another error is a bug: its
-    traceback leaves out the frames of this library, JAX and Equinox, and `--traceback`
-    shows all of it; the exit status is 1. Ctrl-C ends with status 130, SIGTERM with 143.
+    Arguments that tyro refuses, what this library raised on purpose, and an
+    [`eqxshard.UsageError`][] of the script end it with exit status 2; the latter two with
+    one line on stderr. Another error is a bug: its traceback leaves out the frames of this
+    library, JAX and Equinox, and `--traceback` shows all of it; the exit status is 1.
+    Ctrl-C ends with status 130, SIGTERM with 143.
 
     **Arguments:**
 
@@ -77,7 +74,7 @@ def cli(
     words = sys.argv[1:] if args is None else args
     errors = exit_on_errors(whole_traceback="--traceback" in words)
     try:
-        with allow_closed_stdout(), errors, command_line():
+        with allow_closed_stdout(), errors:
             parsed, plan = _parse(args_type, words)
             if is_planning():
                 main(parsed)
@@ -119,23 +116,11 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | No
 
     **Raises:**
 
-    `ValueError` with one sentence if they are wrong.
+    `SystemExit` with status 2, once tyro has said what is wrong; `ValueError` with one
+    sentence if an option of a run makes no sense.
     """
-    # `--resume` alone means yes.
-    given = [
-        "--resume=yes" if word == "--resume" and following.startswith("-") else word
-        for word, following in itertools.pairwise([*args, "-"])
-    ]
     _check_names(args_type)
-    config = (tyro.conf.DisallowNone,)
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            parsed: Any = tyro.cli(args_type, args=given, config=config)
-    except SystemExit as stop:
-        if not stop.code:
-            raise  # After --help.
-        raise UsageError(_first_sentence(box.getvalue())) from None
+    parsed: Any = tyro.cli(args_type, args=args, config=(tyro.conf.DisallowNone,))
     for field in dataclasses.fields(parsed):
         run = getattr(parsed, field.name)
         if isinstance(run, RunConfig):
@@ -156,7 +141,7 @@ def _check_names(args_type: type) -> None:
     options = [field.name for field in dataclasses.fields(RunConfig)] if runs else []
     for name in filter(types.__contains__, options):
         raise UsageError(
-            f"{option(name)} is an option of RunConfig and an argument of this script, "
+            f"{flag(name)} is an option of RunConfig and an argument of this script, "
             f"{args_type.__name__}.{name}; give the argument another name."
         )
 
@@ -169,14 +154,3 @@ def _one_length(config: RunConfig, default: Any) -> RunConfig:
         if config.epochs != default.epochs and config.steps == default.steps:
             return dataclasses.replace(config, steps=None)
     return config
-
-
-def _first_sentence(box: str) -> str:
-    """The error in tyro's box, without the borders and the help."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()[1:]]
-    # Where stdout cannot show these, there are only rules of dashes.
-    lines = ["" if set(line) == {"-"} else line for line in lines]
-    message = itertools.takewhile(bool, itertools.dropwhile(operator.not_, lines))
-    hint = re.search(r"Perhaps you meant:.*?(--[\w.-]+)", " ".join(lines))
-    suggestion = f" Did you mean {hint[1]}?" if hint else ""
-    return f"{' '.join(message).rstrip('.')}.{suggestion} See --help."

@@ -4,11 +4,9 @@ A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of
 arguments, where it may set other defaults, and passes them to `train` as `config`.
 """
 
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -24,43 +22,14 @@ from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
 Service = Literal["wandb", "mlflow"]
-Change = Literal["batch_size", "optimizer", "model"]
 
 #: An optimizer, or a function from the number of steps to one.
 MakeOptim = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 
-_has_command_line: ContextVar[bool] = ContextVar("eqxshard_command_line", default=False)
 
-
-@contextlib.contextmanager
-def command_line() -> Iterator[None]:
-    """Let errors name options as they are typed on a command line."""
-    token = _has_command_line.set(True)
-    try:
-        yield
-    finally:
-        _has_command_line.reset(token)
-
-
-def option(name: str, value: Any = None) -> str:
-    """How an error names an option: `--batch-size 3` if there is a command line."""
-    if _has_command_line.get():
-        flag = f"--{name.replace('_', '-')}"
-        return flag if value is None or value is True else f"{flag} {value}"
-    return name if value is None else f"{name}={value!r}"
-
-
-def setting(name: str, value: Any) -> str:
-    """What to write to set an option: `--seed 1`, or `seed=1 of RunConfig`."""
-    given = option(name, value)
-    return given if _has_command_line.get() else f"{given} of RunConfig"
-
-
-def allowing(*changes: str) -> str:
-    """What to write to let a run change when it resumes."""
-    if _has_command_line.get():
-        return option("changes", " ".join(changes))
-    return setting("changes", changes)
+def flag(name: str) -> str:
+    """An option of `RunConfig` as it is typed, such as `--batch-size`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -105,12 +74,9 @@ class RunConfig:
     output: Annotated[str | None, default("runs/SCRIPT-NAME", "DIR")] = None
     """The folder for checkpoints, metrics, curves and the summary."""
     resume: Resume = "no"
-    """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    """Continue from the newest checkpoint; auto: if there is one."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Remove the run that is in --output, if there is one, and start over."""
-    changes: Annotated[tuple[Change, ...], default("nothing")] = ()
-    """What may differ in a run that resumes: batch_size, optimizer, model, or several.
-    New arrays are initialized, and old ones are dropped."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
     """Steps between checkpoints."""
     evaluate_every: Annotated[int | None, default("an epoch", "INT")] = None
@@ -138,46 +104,34 @@ class RunConfig:
         for name in (*counts, "save_every", "evaluate_every", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{option(name, value)} is too small; use 1 or more.")
+                raise UsageError(f"{flag(name)} {value} is too small; use 1 or more.")
         if self.hang_seconds is not None and not self.hang_seconds > 0:
             raise UsageError(
-                f"{option('hang_seconds', self.hang_seconds)} is too small; use more than "
-                "the longest evaluation or compilation takes."
+                f"--hang-seconds {self.hang_seconds} is too small; use more than the "
+                "longest evaluation or compilation takes."
             )
         for one, other in (("epochs", "steps"), ("plan", "devices")):
             values = getattr(self, one), getattr(self, other)
             if None not in values:
                 raise UsageError(
-                    f"{option(one, values[0])} and {option(other, values[1])} contradict "
+                    f"{flag(one)} {values[0]} and {flag(other)} {values[1]} contradict "
                     "each other; give one of them."
                 )
         if not 0 <= self.seed < 2**32:
-            raise UsageError(
-                f"{option('seed', self.seed)} is out of range; use 0 to 2**32 - 1."
-            )
+            raise UsageError(f"--seed {self.seed} is out of range; use 0 to 2**32 - 1.")
         if self.output == "":
-            raise UsageError(
-                f"{option('output')} is empty; give a folder, or leave the option out."
-            )
+            raise UsageError("--output is empty; give a folder, or leave the option out.")
         if self.resume not in get_args(Resume):
-            raise UsageError(
-                f"{option('resume', self.resume)} is unknown; use no, yes or auto."
-            )
+            raise UsageError(f"--resume {self.resume} is unknown; use no, yes or auto.")
         if self.overwrite and self.resume != "no":
             raise UsageError(
-                f"{option('overwrite', True)} starts over and "
-                f"{option('resume', self.resume)} continues a run; give one of them."
+                f"--overwrite starts over and --resume {self.resume} continues a run; give "
+                "one of them."
             )
-        for change in self.changes:
-            if change not in get_args(Change):
-                raise UsageError(
-                    f"{option('changes', change)} is unknown; use batch_size, optimizer "
-                    "or model, or several of them."
-                )
         for service in self.track:
             if not is_installed(service):
                 raise UsageError(
-                    f"{option('track', service)} needs the package {service}, which is not "
+                    f"--track {service} needs the package {service}, which is not "
                     f"installed; install it with `pip install 'eqxshard[{service}]'`."
                 )
         if self.mesh is not None:
@@ -205,8 +159,8 @@ class RunConfig:
             )
         if self.mesh is not None or self.devices is not None:
             raise UsageError(
-                "this script makes its own mesh; leave out "
-                f"{option('mesh')} and {option('devices')}, or let it give a mesh as text."
+                "this script makes its own mesh; leave out --mesh and --devices, or let it "
+                "give a mesh as text."
             )
         return mesh
 
@@ -216,8 +170,8 @@ def parse_plan(text: str) -> tuple[int, str]:
     match = re.fullmatch(r"([1-9]\d*)x(\S+)", text)
     if match is None:
         raise UsageError(
-            f"{option('plan', text)} is not a number and a kind of devices; write one such "
-            "as 512xh200."
+            f"--plan {text} is not a number and a kind of devices; write one such as "
+            "512xh200."
         )
     return int(match[1]), match[2]
 

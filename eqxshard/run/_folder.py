@@ -23,7 +23,7 @@ from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
 from ..trackers._tracker import Tracker, Value, is_evaluation, is_installed
 from ..trackers._wandb import WandB
-from ._config import Resume, Service, option, setting
+from ._config import Resume, Service
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,19 +104,17 @@ class RunFolder:
         if foreign is not None:
             raise UsageError(
                 f"{self.path / foreign} is not of a run of eqxshard, and one would replace "
-                f"it; give another {option('output')}."
+                f"it; give another --output."
             )
         if resume == "no" and steps and not overwrite:
             raise UsageError(
-                f"{self.path} has a run at step {steps[-1]}; use "
-                f"{setting('resume', 'auto')} to continue it, "
-                f"{setting('overwrite', True)} to remove it and start over, or another "
-                f"{option('output')}."
+                f"{self.path} has a run at step {steps[-1]}; use --resume auto to continue "
+                "it, --overwrite to remove it and start over, or another --output."
             )
         if resume == "yes" and not exists:
             raise UsageError(
-                f"{self.path} has no run to resume; leave {option('resume')} out, or use "
-                f"{setting('resume', 'auto')}."
+                f"{self.path} has no run to resume; leave --resume out, or use --resume "
+                "auto."
             )
         return bool(steps) and resume != "no"
 

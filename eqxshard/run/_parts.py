@@ -38,7 +38,7 @@ from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._state import map_models
 from ..training._train_step import make_train_step
-from ._config import MakeOptim, RunConfig, make_optimizer, option
+from ._config import MakeOptim, RunConfig, make_optimizer
 
 MakeModel = Callable[[Any], PyTree]
 #: From the state, or states by name, and a batch, to the new ones and metrics.
@@ -103,7 +103,7 @@ class TrainingData:
         )
         if config.batch_size > self.examples:
             raise UsageError(
-                f"{option('batch_size', config.batch_size)} is more than the "
+                f"--batch-size {config.batch_size} is more than the "
                 f"{self.examples} examples; use fewer."
             )
         return loader

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -277,7 +277,7 @@ def describe_evaluations(run: RecordedRun) -> str:
 
 
 #: Settings that are of one start of a run, and not of the run.
-_OF_A_START = ("resume", "overwrite", "changes", "output", "profile", "traceback")
+_OF_A_START = ("resume", "overwrite", "output", "profile", "traceback")
 
 
 def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -302,26 +302,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for found, facts in ((old, before), (new, now)):
             found.pop("epochs", None)
             found["steps"] = str(facts.get("steps"))
-    said = [
+    return [
         f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     ]
-    return said + _changed_arrays(now.get("changed") or {})
-
-
-def _changed_arrays(changed: Mapping[str, Collection[str]]) -> list[str]:
-    """What was changed of a state, such as `optimizer (arrays: 12 initialized)`."""
-    counts: dict[str, list[str]] = {"model": [], "optimizer": []}
-    for what, paths in changed.items():
-        others = [
-            path for path in paths if {"opt_state", "loss_scale"} & {*path.split(".")}
-        ]
-        numbers = {"optimizer": len(others), "model": len(paths) - len(others)}
-        for of, number in numbers.items():
-            if number:
-                counts[of].append(f"{number} {what}")
-    return [f"{of} (arrays: {comma_list(x)})" for of, x in counts.items() if x]
 
 
 @contextlib.contextmanager

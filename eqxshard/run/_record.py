@@ -38,7 +38,6 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 #: What each start of a run is recorded with, because it may differ from the others.
 _OF_EACH_START = (
     "settings",
-    "changed",
     "versions",
     "mesh",
     "devices",

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._errors import UsageError
 from ..checkpoint._best import Mode, best_mode
+from ..checkpoint._changes import Changes, Missing, Unused
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
 from ..data._datasets import is_planning
@@ -47,7 +48,7 @@ from ..training._layout import unused_axes
 from ..training._precision import Precision
 from ..training._state import states_of, step_of
 from ..training._train_step import TrainStep
-from ._config import MakeOptim, RunConfig, last_step, option, parse_profile, setting
+from ._config import MakeOptim, RunConfig, last_step, parse_profile
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (
     Evaluation,
@@ -112,6 +113,8 @@ def train(
     mode: Mode | None = None,
     load: Callable[[Any], PyTree] | None = None,
     rename: Mapping[str, str | None] = {},
+    missing: Missing = "error",
+    unused: Unused = "error",
     sampler: Sampler | None = None,
     transform: Transform | None = None,
     workers: int = 0,
@@ -149,8 +152,9 @@ def train(
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
     - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
         reads its checkpoint instead of calling `load`.
-    - `rename`: as for [`eqxshard.Checkpointer.restore`][], for a run that resumes. What
-        else may change then, `config.changes` says.
+    - `rename`, `missing`, `unused`: as for [`eqxshard.Checkpointer.restore`][], for a run
+        that resumes with another model or optimizer. (Arrays that are missing are made as
+        by `init_state`.)
     - `accumulate`, `nonfinite`, `grad_norms`, `lint`, `compiler_options`: as for
         [`eqxshard.make_train_step`][]; `lint` is for evaluations, too.
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
@@ -201,6 +205,7 @@ def train(
         mode = best_mode(best, mode)
     check_trackers(trackers)
     check_callbacks(callbacks)
+    changes = Changes(rename, missing, unused)
     named = name_settings(settings, config)
     data = TrainingData(train_data, sampler, transform, remainder, workers)
     training = Training(
@@ -255,15 +260,14 @@ def train(
         replays,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
-            changed: dict[str, Any] = {}
             if resumes:
-                restored = restore_state(checkpointer, timed, config, rename, key, mesh)
-                state, changed = restored[0], restored[1]._asdict()
+                state = restore_state(checkpointer, timed, changes, key, mesh)
             else:
                 state = timed.make_states(partial(init_state, load=load), key, mesh)
         first, lowered = step_of(state), None
         if resumes and (position := checkpointer.description(first)["loader"]):
-            loader.restore(position, rebatch="batch_size" in config.changes)
+            # Another batch size is said below, with what else has changed.
+            loader.restore(position, rebatch=True)
             # Epochs that began with another batch size have other numbers of steps.
             last = last_step(config, epochs, steps, loader.steps)
             timed = training.for_steps(last)
@@ -295,7 +299,6 @@ def train(
                 **named,
                 "epochs": loader.steps.epochs(last),
             },
-            "changed": {what: paths for what, paths in changed.items() if paths},
             "versions": versions(),
             **describe_devices(mesh),
             "replay": replay_command(checkpointer.directory / "crash_dump", step),
@@ -401,8 +404,7 @@ def _profile(steps: str, folder: RunFolder, last: int) -> Profile:
     first, end = parse_profile(steps)
     if first > last:
         raise UsageError(
-            f"{option('profile', steps)} begins after the last step, {last}; use steps of "
-            "this run."
+            f"--profile {steps} begins after the last step, {last}; use steps of this run."
         )
     return Profile(first, end, folder.path / "profile")
 
@@ -432,5 +434,5 @@ def _saying_how_to_go_on(checkpointer: Checkpointer) -> Iterator[None]:
         # Nothing that fails here may take the place of what stops the run.
         with contextlib.suppress(Exception):
             if is_main_process() and checkpointer.steps():
-                say(f"{setting('resume', 'auto')} continues it.", sys.stderr)
+                say("--resume auto continues it.", sys.stderr)
         raise

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._errors import UsageError, UsageTypeError
-from .._waits import waiting
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._explicit import (
     computing_on_auto,
@@ -121,8 +120,7 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    making = waiting("the state to be made")
-    with short_traceback(), no_explicit_context(), making, jax.transfer_guard("allow"):
+    with short_traceback(), no_explicit_context(), jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         like = traced.like
         parts = {"parameters": like.model, "optimizer state": like.opt_state}

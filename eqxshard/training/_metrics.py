@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._errors import UsageError
-from .._waits import waiting
 
 
 class Metrics(eqx.Module):
@@ -43,7 +42,6 @@ class Metrics(eqx.Module):
         with np.errstate(invalid="ignore"):
             return total / weight.reshape(_like(total, weight))
 
-    @waiting("the metrics on the devices", for_others=True)
     def compute(self) -> dict[str, Any]:
         """Wait for the values, and take their means over all examples and steps.
 
@@ -128,8 +126,7 @@ class Metrics(eqx.Module):
         """
         if not parts:
             raise UsageError("there are no metrics to stack; take at least one step first.")
-        with waiting("the metrics on the devices", for_others=True):
-            host = jax.device_get(list(parts))
+        host = jax.device_get(list(parts))
         # Only some batches may say how much the loss of an example counts.
         own = {name for m in host for name in m.weights}
         host = [

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from .._waits import waiting, watches
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
@@ -130,12 +129,7 @@ class InFlight:
             oldest = self._results.popleft()
             # NumPy's has no such method: a user's own step may return one.
             wait = getattr(oldest, "block_until_ready", bool)
-            with (
-                waiting("the devices", for_others=True)
-                if watches
-                else contextlib.nullcontext()
-            ):
-                wait()
+            wait()
 
     def add(self, result: Any) -> None:
         """Add a result, for which there is room."""
@@ -265,16 +259,12 @@ class StepMachine:
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
             if is_new:
                 # Where these could not be made, the step is not to blame.
-                with (
-                    explaining_state(arguments_of(call)),
-                    waiting("the devices", for_others=True),
-                ):
+                with explaining_state(arguments_of(call)):
                     jax.block_until_ready((arrays, kept))
             arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
             if is_new:
                 # Most steps that do not fit fail the first time, and say so here.
-                with waiting("the devices", for_others=True):
-                    jax.block_until_ready(metrics)
+                jax.block_until_ready(metrics)
         except Exception as error:
             if is_out_of_memory(error) and not says_what_it_needs(error):
                 if step.memory is None:

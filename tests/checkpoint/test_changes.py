@@ -76,14 +76,12 @@ def arrays(state):
     return dict(array_leaves(state))
 
 
-def assert_made_of(restored, saved, fresh, sources, steps=()):
-    """Bit for bit: of what was saved, `sources` by path; then counts; else as if new."""
+def assert_made_of(restored, saved, fresh, sources):
+    """Bit for bit: of what was saved, `sources` by path; else as if new."""
     saved, fresh = arrays(saved), arrays(fresh)
     for path, leaf in arrays(restored).items():
         if path in sources:
             assert_equal(leaf, saved[sources[path]])
-        elif path in steps:
-            assert int(leaf) == STEP
         else:
             assert_equal(leaf, fresh[path])
         assert leaf.sharding.is_equivalent_to(fresh[path].sharding, leaf.ndim)
@@ -99,7 +97,7 @@ def test_renamed_and_added_fields_go_with_their_moments(saved, tmp_path, caplog)
     fresh = new_state(Renamed, ADAM, seed=1)
     with pytest.raises(ValueError) as error:
         checkpointer.restore(fresh)
-    hint = "give rename={'model.blocks': 'model.layers'} to keep what has another name, or"
+    hint = "give missing='init' and unused='drop' if this is meant (and rename={OLD: NEW} "
     assert hint in str(error.value)
     rename = {"model.blocks": "model.layers"}
     with pytest.raises(ValueError, match=r"model.scale .* is missing there; .* missing='i"):
@@ -128,29 +126,16 @@ def clipped(rate):
 SCHEDULE = optax.cosine_decay_schedule(1e-2, 100)
 
 OPTIMIZERS = {
-    "another": (lenient(optax.sgd(1e-2, momentum=0.9)), {}, ["opt_state"], []),
-    "schedule": (lenient(optax.adam(SCHEDULE)), {}, [], ["opt_state.1.count"]),
-    "chain": (
-        clipped(SCHEDULE),
-        {"opt_state.0": "opt_state.1.0"},
-        [],
-        ["opt_state.1.1.count"],
-    ),
-    "injected": (
-        lenient(optax.inject_hyperparams(optax.adam)(SCHEDULE)),
-        {"opt_state": "opt_state.inner_state"},
-        [],
-        ["opt_state.count", "opt_state.hyperparams_states.learning_rate.count"],
-    ),
+    "another": (lenient(optax.sgd(1e-2, momentum=0.9)), {}, ["opt_state"]),
+    "schedule": (lenient(optax.adam(SCHEDULE)), {}, []),
+    "chain": (clipped(SCHEDULE), {"opt_state.0": "opt_state.1.0"}, []),
 }
 
 
-@pytest.mark.parametrize(
-    "name", graded(OPTIMIZERS, quick=["chain"], slow=["another", "injected"])
-)
+@pytest.mark.parametrize("name", graded(OPTIMIZERS, quick=["chain"], slow=["another"]))
 def test_another_optimizer_keeps_what_it_shares(saved, name):
     folder, state = saved
-    optim, rename, anew, counts = OPTIMIZERS[name]
+    optim, rename, anew = OPTIMIZERS[name]
     fresh = new_state(Net, optim, seed=1, **fsdp())
     with pytest.raises(ValueError, match="missing='init'"):
         eqxshard.Checkpointer(folder).restore(fresh)
@@ -163,7 +148,7 @@ def test_another_optimizer_keeps_what_it_shares(saved, name):
         return path if old is None else rename[old] + path.removeprefix(old)
 
     sources = {moved(path): path for path in same(state, but=anew)}
-    assert_made_of(restored, state, fresh, sources, counts)
+    assert_made_of(restored, state, fresh, sources)
 
 
 def only_head(model):
@@ -235,7 +220,9 @@ def test_a_part_of_another_shape_begins_anew_once(saved, tmp_path):
     says = "model.head.weight is float32[4,16] there, not float32[6,16]; "
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         checkpointer.restore(fresh, missing="init", unused="drop")
-    remedy = "give rename={'model.head.weight': None} and missing='init' to begin anew with"
+    remedy = (
+        "give rename={PATH: None} and missing='init' to begin anew with what has another"
+    )
     assert remedy in str(error.value)
     options = {"rename": {"model.head": None}, "missing": "init"}
     restored = checkpointer.restore(fresh, **options)

@@ -232,7 +232,6 @@ def test_checkpoints_are_saved_by_time_at_reports(tmp_path, train_step, monkeypa
         steps=24,
         log_every=3,
         checkpointer=checkpointer,
-        stall_seconds=None,
     )
     # Reports are at 3, 4, 6, 8, 9, 12, ... for epochs end, too.
     assert checkpointer.steps() == [6, 12, 18, 24]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cluster_helpers import ROOT, SETTINGS, TRAINING, assert_same, reports, wait_for
-from process_helpers import finished, read_until, started
+from process_helpers import finished, started
 
 from eqxshard.launch import _free_port
 
@@ -41,9 +41,7 @@ Host *
     IdentitiesOnly yes
     UserKnownHostsFile {folder}/known_hosts
     StrictHostKeyChecking yes
-Host localhost alias
-    HostName localhost
-    HostKeyAlias localhost
+Host localhost
     Port {ports[0]}
 Host 127.0.0.1
     Port {ports[1]}
@@ -164,16 +162,3 @@ def test_a_host_that_is_not_there_is_named_soon(sshd, tmp_path):
     assert status == 255
     assert "[1] ssh: Could not resolve hostname nowhere.invalid: " in out
     assert "process 1 on nowhere.invalid ended with status 255; the others" in err
-
-
-def test_a_first_host_whose_name_only_ssh_knows_is_named_soon(sshd, tmp_path):
-    words, how = command(tmp_path, ["alias", HOSTS[1]])
-    with started(words, **how) as process:
-        began = time.monotonic()
-        says = r"\[\d\] eqxshard: process \d cannot reach process 0 at alias:\d+: \[Errno "
-        lines = read_until(process, process.stdout, "cannot reach process 0")
-        assert time.monotonic() - began < 90
-        assert re.match(says, lines[-1])
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
-    assert process.returncode == 143

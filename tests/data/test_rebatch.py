@@ -140,7 +140,7 @@ def test_a_loader_that_was_moved_stays():
     first = loader_of(source)
     read(first, 2)
     state = first.state()
-    with pytest.raises(ValueError, match=r"was 8 and is 16; .*rebatch=True.*--changes bat"):
+    with pytest.raises(ValueError, match=r"was 8 and is 16; .*rebatch=True"):
         loader_of(source, batch_size=16).restore(state)
     loader = loader_of(source, batch_size=16)
     loader.restore(state, rebatch=True)

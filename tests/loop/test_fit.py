@@ -212,7 +212,6 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
         ValueError,
         "a loader with a length",
     ),
-    "stall_seconds": ({**ONCE, "stall_seconds": 0.0}, ValueError, "stall_seconds=0.0 must"),
     "hang_seconds": ({**ONCE, "hang_seconds": 0.0}, ValueError, "hang_seconds=0.0 must"),
     "list": ({**ONCE, "loader": [1, 2]}, TypeError, "a list is not a loader"),
     "function": ({**ONCE, "callbacks": [print]}, TypeError, "not a callback"),

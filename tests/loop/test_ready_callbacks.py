@@ -195,7 +195,7 @@ def test_a_time_limit_ends_a_run(monkeypatch, capfd):
         now[0] += 1_800
         return {}
 
-    options: dict = {"evaluate": evaluate, "evaluate_every": 2, "stall_seconds": None}
+    options: dict = {"evaluate": evaluate, "evaluate_every": 2}
     assert fit(limit, steps=60, **options)[-1]["epoch"] == 4 / 6
     assert "the time limit of 1:00:00 is reached; not saved" in capfd.readouterr().err
 

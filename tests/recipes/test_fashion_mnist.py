@@ -62,7 +62,6 @@ def run(*options, **settings):
 
 
 MISTAKES = {
-    "--rule fsdb": "invalid choice 'fsdb' for argument '--rule'. Expected one of",
     "--learning-rate nan": "--learning-rate nan is not positive and finite",
     "--batch-size 1032": "--batch-size 1032 is more than the 1024 examples",
 }

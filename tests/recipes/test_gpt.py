@@ -95,7 +95,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     # What a CPU can compute at most is not in the table.
     assert not any("mfu" in name for line in lines for name in line)
     # Nothing is left to train.
-    status, out, err = main(*options, "--resume", "--sample", "the quick ")
+    status, out, err = main(*options, "--resume", "yes", "--sample", "the quick ")
     assert (status, err) == (0, "")
     assert out.startswith("the quick ") and len(out) == len("the quick ") + 40 + 1
 

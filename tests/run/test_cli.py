@@ -20,9 +20,6 @@ import eqxshard
 from eqxshard.compiled._causes import is_users
 from eqxshard.run._cli import _parse
 
-sys.path.insert(0, str(SCRIPT.parent))
-from run_script import Args
-
 LINE = (
     r"accuracy 0\.\d{4} \| [\d.]+ s/epoch \| [\d,]+ points/s "
     r"\| small on 2 x cpu \(data=2\)"
@@ -57,7 +54,6 @@ def test_help_groups_options_and_shows_defaults(script):
         | {
             "--resume",
             "--overwrite",
-            "--changes",
             "--save-every",
             "--evaluate-every",
             "--log-every",
@@ -79,11 +75,25 @@ def test_help_groups_options_and_shows_defaults(script):
 # Mistakes
 
 
-MISTAKES = {
-    "--epochs ten": "Error parsing --epochs: no type matching INT",
-    "--modle small": "--modle, small. Did you mean --model?",
-    "--model smal": "invalid choice 'smal' for argument '--model'. Expected one of",
+#: What tyro says, in words of its own.
+REFUSED = {
+    "--epochs ten": "Error parsing --epochs",
+    "--modle small": "Perhaps you meant",
+    "--model smal": "'smal'",
     "--mesh": "--mesh",
+    "--resume": "--resume",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_tyro_refuses_writes_nothing(script, tmp_path, options):
+    status, out, err = script("--output", tmp_path / "run", *options.split())
+    assert (status, out) == (2, "") and REFUSED[options] in err, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+MISTAKES = {
     "--epochs 0": "--epochs 0 is too small; use 1 or more",
     "--mesh dta=2": "names the axis 'dta'; did you mean 'data'?",
     "--batch-size 12": "batch size 12 does not divide over data=8",
@@ -163,17 +173,6 @@ def test_traceback_shows_all(script):
 # Arguments
 
 
-def test_resume_alone_means_yes():
-    for words, resume in (
-        ("", "no"),
-        ("--resume", "yes"),
-        ("--resume --seed 1", "yes"),
-        ("--resume auto", "auto"),
-        ("--resume=no", "no"),
-    ):
-        assert _parse(Args, words.split())[0].run.resume == resume
-
-
 def test_steps_replace_the_epochs_of_a_script():
     @dataclasses.dataclass(frozen=True)
     class Own:
@@ -186,7 +185,7 @@ def test_steps_replace_the_epochs_of_a_script():
     ):
         run = _parse(Own, args)[0].run
         assert (run.epochs, run.steps) == length
-    with pytest.raises(ValueError, match="epochs=2 and steps=3 contradict each other"):
+    with pytest.raises(ValueError, match="--epochs 2 and --steps 3 contradict each other"):
         _parse(Own, ["--epochs", "2", "--steps", "3"])
 
 
@@ -206,8 +205,6 @@ def test_arguments_of_groups_are_named_by_path():
     parsed, _ = _parse(Groups, ["--encoder.width", "5", "--seed", "3"])
     widths = parsed.encoder.width, parsed.decoder.width
     assert (*widths, parsed.run.seed) == (5, 64, 3)
-    with pytest.raises(ValueError, match=r"Did you mean --decoder\.width\? See --help"):
-        _parse(Groups, ["--decoder.widht", "5"])
 
 
 def test_an_argument_that_is_an_option_of_a_run_is_refused():
@@ -219,7 +216,7 @@ def test_an_argument_that_is_an_option_of_a_run_is_refused():
     class Twice(Groups):
         other: eqxshard.RunConfig = eqxshard.RunConfig()
 
-    sentence = "seed is an option of RunConfig and an argument of this script, Own.seed; "
+    sentence = "--seed is an option of RunConfig and an argument of this script, Own.seed; "
     with pytest.raises(ValueError, match=f"{sentence}give the argument another name"):
         _parse(Own, [])
     with pytest.raises(ValueError, match="run, other of Twice are all a RunConfig; keep"):

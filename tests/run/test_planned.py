@@ -146,7 +146,6 @@ def test_a_script_that_makes_its_own_mesh(write, refuse):
     ("script", "options", "message"),
     [
         (SCRIPT, ["--fail", "value"], "--fail value is not what you want; use another."),
-        (SCRIPT, ["--modell", "wide"], "Did you mean --model? See --help."),
         (ROOT / "recipes" / "parallel_tour.py", [], "asks for devices before it trains"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_run_starts_over_and_leaves_the_files_of_others(finished, copy, capsys
     assert int(train(copy.parent / "new", config).state.step) == STEPS
     for how in ("yes", "auto"):
         both = dataclasses.replace(config, resume=how)
-        said = f"overwrite=True starts over and resume='{how}' continues a run; give one"
+        said = f"--overwrite starts over and --resume {how} continues a run; give one"
         assert said in refusal(copy, both)
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
 @pytest.mark.parametrize(
     "how, options, message",
     [
-        ("no", {}, "at step 12; use resume='auto' of RunConfig to continue it, overwrite="),
+        ("no", {}, "at step 12; use --resume auto to continue it, --overwrite to remove"),
         ("yes", {"width": 4}, "float32[8,3] there, not float32[4,3]"),
         ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
         ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),

@@ -156,17 +156,17 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, options, message",
     [
-        ({"batch_size": 98}, {}, "batch_size=98 is more than the 96 examples; use fewer"),
+        ({"batch_size": 98}, {}, "--batch-size 98 is more than the 96 examples; use fewer"),
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
         ({"devices": 9}, {}, "9 devices were asked for, and there are 8 x cpu"),
-        ({"epochs": 0}, {}, "epochs=0 is too small"),
-        ({"profile": "13:14"}, {}, "profile='13:14' begins after the last step, 12; use"),
+        ({"epochs": 0}, {}, "--epochs 0 is too small"),
+        ({"profile": "13:14"}, {}, "--profile 13:14 begins after the last step, 12; use"),
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
         ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
         ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
         ({"devices": None, "plan": "8xh200"}, {}, "; call train in the main function of "),
         ({}, {"lint": {"global-batc": "off"}}, "did you mean 'global-batch'?"),
-        ({"mesh": "data=2"}, {"mesh": True}, "makes its own mesh; leave out mesh and dev"),
+        ({"mesh": "data=2"}, {"mesh": True}, "makes its own mesh; leave out --mesh"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, change, options, message):
