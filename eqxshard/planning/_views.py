@@ -19,12 +19,11 @@ from ..pages._kit import (
     draw_tiles,
     fill_page,
     pair,
+    plain_table,
     scroller,
     settings_list,
-    sortable_table,
     tag,
 )
-from ..pages._mesh import draw_mesh
 from ..sharding._spec import format_spec
 from ..sharding._text import format_mesh
 from ._plan import Plan, PlannedTime
@@ -109,12 +108,9 @@ def _say_parts(time: PlannedTime) -> str:
 
 
 def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
-    """The examples or tokens per second at this time, and a few words more."""
+    """The examples per second at this time, and a few words more."""
     assert plan.examples is not None
-    if plan.tokens is None:
-        return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
-    speed = plan.tokens / time.step
-    return f"{speed:,.0f} tokens/s", f"{speed / plan.devices:,.0f} on each device"
+    return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
 
 
 def mfu_at(plan: Plan, time: PlannedTime) -> float | None:
@@ -191,7 +187,6 @@ def render_page(plan: Plan) -> str:
         headline = say_lack(plan)
     elif plan.time is not None and plan.time.step:
         headline = say_time(plan)
-    picture = draw_mesh(plan.mesh, plan.target.per_host)
     return fill_page(
         title=f"{devices}: {mesh}",
         about=f"{devices}, {mesh}, compiled by the backend {plan.backend}",
@@ -200,10 +195,7 @@ def render_page(plan: Plan) -> str:
         cards=(
             _listed("findings", "Most likely not meant", map(str, plan.findings)),
             pair(_time(plan), _memory(plan)),
-            pair(
-                card("mesh", "Mesh", scroller("picture of the mesh", picture)),
-                _settings(plan),
-            ),
+            _settings(plan),
             _table(
                 "collectives",
                 "Collectives: what each device sends, each time and in all of a step",
@@ -291,11 +283,12 @@ def _bar(
 
 
 def _table(name: str, title: str, columns: Iterable[str], rows: list[list[Cell]]) -> Markup:
-    """A card with a table, ordered by its sums; nothing if there are no rows."""
+    """A card with a table; nothing if there are no rows."""
     if not rows:
         return Markup("")
     heads = [column.capitalize() for column in columns]
-    return card(name, title, sortable_table(name, heads, rows, "In all"))
+    table = plain_table(name, heads, rows)
+    return card(name, title, scroller(f"table of {name}", table))
 
 
 def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:

@@ -17,14 +17,12 @@ import tyro
 
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
-from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..sharding._text import comma_list, say
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig, command_line, option
 from ._errors import exit_on_errors
-from ._planned import planned_by, print_plan
 
 _Args = TypeVar("_Args")
 
@@ -39,8 +37,8 @@ def cli(
 
     Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
     joins others, if there are any ([`eqxshard.initialize`][]), and keeps compiled
-    programs ([`eqxshard.cache_compilations`][]). With `--plan`, it runs up to its call of
-    [`eqxshard.train`][], which is then planned instead.
+    programs ([`eqxshard.cache_compilations`][]). With `--plan` it does neither, and uses
+    CPU devices alone: its call of [`eqxshard.train`][] prints a plan and ends the process.
 
     What this library raised on purpose, and an [`eqxshard.UsageError`][] of the script,
     ends it with one line on stderr and exit status 2. Another error is a bug: the
@@ -78,13 +76,14 @@ def cli(
     try:
         with allow_closed_stdout(), errors, command_line():
             parsed, plan = _parse(args_type, words)
-            if is_planning():
-                main(parsed)
-            elif plan is not None:
+            if plan is not None:
                 # The accelerators of this machine are not needed.
                 jax.config.update("jax_platforms", "cpu")
-                with planned_by(print_plan(plan)):
-                    main(parsed)
+                main(parsed)
+                raise UsageError(
+                    f"{option('plan', plan)} plans what eqxshard.train would do, which was "
+                    "not called; leave it out."
+                )
             else:
                 # Orbax's logging would put the names of loggers before what they say.
                 logging.basicConfig(format="%(message)s")

@@ -118,7 +118,9 @@ def test_without_a_network_it_asks_for_a_text(main, monkeypatch, tmp_path):
     # Nothing listens there.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9/")
     status, _, err = main()
-    assert status == 2 and err.endswith("Or give a text of your own: --data FILE.\n")
+    assert status == 2 and err.endswith(
+        "Or use --data FILE, a text of yours, or --data synthetic.\n"
+    )
 
 
 @pytest.mark.parametrize("options", MISTAKES)

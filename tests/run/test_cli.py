@@ -60,7 +60,8 @@ def test_help_groups_options_and_shows_defaults(script):
             "--log-every",
             "--track",
         }
-        | {"--hang-seconds", "--profile", "--plan", "--keep-programs", "--traceback"},
+        | {"--hang-seconds", "--profile", "--plan", "--plan-file"}
+        | {"--keep-programs", "--traceback"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text
