@@ -33,8 +33,6 @@ from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
 from .planning._plan_step import plan_step as plan_step
 from .planning._schedule import PlannedSpan as PlannedSpan
-from .planning._search import Candidate as Candidate
-from .planning._search import Search as Search
 from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
 from .run import RunConfig as RunConfig

@@ -1,20 +1,14 @@
-"""`python -m eqxshard COMMAND`: plans, pages of runs, and what is wrong with a machine.
+"""`python -m eqxshard COMMAND`: pages of runs, and what is wrong with a machine.
 
-`plan` and `search` take a script of [`eqxshard.train`][], which is planned instead of run;
-see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` makes the page of a run
-folder. `doctor` works where JAX cannot even be imported, so this module imports
-neither JAX nor the rooms that do.
+`page` and `compare` make pages of run folders. `doctor` works where JAX cannot even be
+imported, so this module imports neither JAX nor the rooms that do.
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from ._errors import UsageError
 from ._parser import Parser, allow_closed_stdout
 from .debug._doctor._report import doctor
 
@@ -23,13 +17,11 @@ def main(args: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser(
         prog="python -m eqxshard",
-        description="Plan runs, look at runs, and find what is wrong with a machine.",
+        description="Look at runs, and find what is wrong with a machine.",
         epilog="What a run dumps when it crashes: python -m eqxshard.replay DUMP SCRIPT.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_plan(commands)
-    _add_search(commands)
     _add_page(commands)
     _add(
         commands,
@@ -41,20 +33,18 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     if args[:1] == ["replay"]:
         parser.error("replay is a module; run python -m eqxshard.replay DUMP SCRIPT.")
-    options, others = parser.parse_known_args(args)
-    if others and options.run not in (_plan, _search):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options = parser.parse_args(args)
     try:
         if options.run is doctor:
             return doctor()
-        _run(options, others)
+        _run(options)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130
     return 0
 
 
-def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
+def _run(options: argparse.Namespace) -> None:
     import jax
 
     from .run._errors import exit_on_errors
@@ -62,7 +52,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
     # The accelerators of this machine are not needed.
     jax.config.update("jax_platforms", "cpu")
     with exit_on_errors(whole_traceback=options.traceback):
-        options.run(options, others)
+        options.run(options)
 
 
 def _add(
@@ -77,52 +67,6 @@ def _add(
     return parser
 
 
-def _add_plan(commands: Any) -> None:
-    parser = _add(
-        commands,
-        "plan",
-        _plan,
-        "Compile the step of a script for devices that are not there, and print its "
-        "memory, its communication and the least time that it takes.",
-    )
-    _add_script(parser)
-    for name, metavar, text in (
-        ("--json", "FILE", "also write the plan as JSON"),
-        ("--html", "FILE", "also write the plan as a page"),
-        ("--trace", "FILE", "also write the time line as a trace for Perfetto and Chrome"),
-        ("--cache", "DIR", "also keep the compiled step in this folder, as JAX's cache"),
-    ):
-        kind = str if metavar == "DIR" else _new_file
-        parser.add_argument(name, metavar=metavar, type=kind, help=text)
-
-
-def _add_search(commands: Any) -> None:
-    parser = _add(
-        commands,
-        "search",
-        _search,
-        "Plan the step of a script on one mesh after the other, and rank those that fit. "
-        "The script's --mesh is not used.",
-    )
-    _add_script(parser)
-    parser.add_argument(
-        "--search-axes",
-        metavar="AXES",
-        default="data,fsdp,tensor",
-        help="of these meshes, some of data, fsdp, context and tensor (default: "
-        "data,fsdp,tensor)",
-    )
-    parser.add_argument(
-        "--search-accumulate",
-        metavar="COUNTS",
-        type=_counts,
-        help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", type=_new_file, help="also write the search as JSON"
-    )
-
-
 def _add_page(commands: Any) -> None:
     page = _add(
         commands,
@@ -134,119 +78,13 @@ def _add_page(commands: Any) -> None:
     page.add_argument("folder", metavar="RUN", help="the folder of a run")
 
 
-def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "All other options are the script's, such as --batch-size 512."
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="the path of a script that calls eqxshard.train"
-    )
-    parser.add_argument(
-        "--devices", metavar="INT", type=int, required=True, help="how many"
-    )
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        default="h200",
-        help="their kind: a100, h100, h200 (the default), b200, b300, gb200, tpu-v4, "
-        "tpu-v5e, tpu-v5p, tpu-v6e or cpu",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("gpu", "tpu", "cpu"),
-        help="the compiler (default: that of the device, or cpu if it is not installed)",
-    )
-
-
-def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from rich.console import Console
-
-    from .planning._make_plan import plan
-    from .run._planned import PlannedRun, plan_script
-
-    if options.html and Path(options.html).suffix.lower() != ".html":
-        raise UsageError(f"--html {options.html} is no page; give a name like plan.html.")
-
-    def planner(run: PlannedRun, notes: list[str]) -> None:
-        with Console(stderr=True).status("compiling"):
-            made = plan(
-                **run.for_mesh(options.devices),
-                target=options.device,
-                backend=options.backend,
-                cache=options.cache,
-            )
-        made = dataclasses.replace(made, notes=(*made.notes, *notes))
-        print(made)
-        if options.html:
-            made.save(options.html)
-        _write(options.json, made.to_json)
-        _write(options.trace, made.to_trace)
-
-    plan_script(options.script, others, planner)
-
-
-def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from rich.console import Console
-
-    from .planning._search import plan_search
-    from .run._planned import PlannedRun, plan_script
-
-    def planner(run: PlannedRun, notes: list[str]) -> None:
-        arguments = run.for_any_mesh(options.devices)
-        arguments["accumulate"] = options.search_accumulate or arguments["accumulate"]
-        console = Console(stderr=True)
-        with console.status("compiling") as status:
-
-            def progress(tried: int, of: int) -> None:
-                said = f"tried {tried} of {of} candidates"
-                status.update(said)
-                if not console.is_terminal and tried % -(-of // 5) == 0:
-                    print(said, file=sys.stderr, flush=True)
-
-            found = plan_search(
-                arguments.pop("make_model"),
-                progress=progress,
-                devices=options.devices,
-                axes=[axis for axis in options.search_axes.split(",") if axis],
-                target=options.device,
-                backend=options.backend,
-                **arguments,
-            )
-        print(found)
-        for note in notes:
-            print(f"note: {note}.")
-        _write(options.json, found.to_json)
-
-    plan_script(options.script, others, planner)
-
-
-def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
+def _page(options: argparse.Namespace) -> None:
     from .run._folder import RunFolder
     from .run._page import save_page
 
     folder = RunFolder(options.folder)
     save_page(folder)
     print(folder.page)
-
-
-def _write(file: str | None, to_json: Callable[[], Any]) -> None:
-    if file is not None:
-        Path(file).write_text(json.dumps(to_json(), indent=2) + "\n")
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a list of numbers; use one such as 1,2,4."
-        ) from None
-
-
-def _new_file(text: str) -> str:
-    """A path that can be written, checked before a plan takes minutes."""
-    folder = Path(text).parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it first.")
-    return text
 
 
 if __name__ == "__main__":

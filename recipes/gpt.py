@@ -91,7 +91,8 @@ class Args:
     """tiny; GPT-2; or the shapes of Llama 3."""
     shape: Changes = Changes()
     data: str = "shakespeare"
-    """A text file, or a folder made by `python -m eqxshard.data.text`."""
+    """shakespeare, synthetic (generated tokens, where there are no data), a text file, or a
+    folder made by `python -m eqxshard.data.text`."""
     tokenizer: Annotated[str | None, default("the folder's; char for text")] = None
     """char, byte, or the tokenizer.json of a Hugging Face model."""
     pack: bool = False
@@ -304,13 +305,29 @@ def make_cache(model: GPT, batch: int) -> nn.KVCache:
 
 
 def open_corpus(args: Args) -> text.Corpus:
+    if args.data == "synthetic":
+        return make_corpus()
     if args.data == "shakespeare":
         try:
             return text.shakespeare(tokenizer=args.tokenizer or "char")
         except FileNotFoundError as error:
-            sentence = f"{error} Or give a text of your own: --data FILE."
+            if args.run.plan is not None:
+                return make_corpus()  # A plan needs only the shapes.
+            sentence = f"{error} Or use --data FILE, a text of yours, or --data synthetic."
             raise eqxshard.UsageError(sentence) from None
     return text.open_corpus(args.data, tokenizer=args.tokenizer)
+
+
+def make_corpus() -> text.Corpus:
+    """Generated tokens: each is the one before it plus 0, 1 or 2, at random."""
+    vocab_size = 65  # As many as Shakespeare has characters.
+    steps = np.random.default_rng(0).integers(0, 3, 2**20)
+    tokens = np.cumsum(steps) % vocab_size
+    train, valid = (
+        text.TokenArray(part, vocab_size=vocab_size)
+        for part in np.split(tokens, [-(2**17)])
+    )
+    return text.Corpus(train, valid, tokenizer=None, name="synthetic")
 
 
 def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:

@@ -43,7 +43,6 @@ def made_by_hand(memory, collectives=(), **fields):
         collectives=tuple(collectives),
         time=None,
         examples=16,
-        tokens=None,
         compile_seconds=1.0,
         notes=(),
         leaves=(),
@@ -54,20 +53,10 @@ def made_by_hand(memory, collectives=(), **fields):
     return eqxshard.Plan(**{**given, **fields})
 
 
-def by_hand(mesh, peak=20 * 10**9, step=0.1, reason="", **waiting):
-    """A candidate of a search that was compiled, and waits for links for some seconds."""
-    plan = made_by_hand(
+def by_hand(mesh, peak=20 * 10**9, step=0.1):
+    """A plan of a mesh, of this memory and time."""
+    return made_by_hand(
         (20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
         mesh=mesh,
-        flops={"bfloat16": step * 1e12},
-        time=eqxshard.PlannedTime(
-            step, step - sum(waiting.values()), 0.0, waiting, waiting
-        ),
+        time=eqxshard.PlannedTime(step, step, 0.0, {}, {}),
     )
-    name = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    return eqxshard.Candidate(name, mesh, "", "", 1, plan, peak, reason)
-
-
-def not_compiled(name, needs):
-    """A candidate that was not, because its state is too large or for another reason."""
-    return eqxshard.Candidate(name, {name: 8}, "", "", 1, None, needs, "because")

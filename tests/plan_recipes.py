@@ -1,13 +1,16 @@
 """Plans of the recipes, for eight devices, and what theory says of them."""
 
 import math
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import pytest
 
 import eqxshard
 from eqxshard.planning._targets import Compiler
-from eqxshard.run._planned import plan_script
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -15,22 +18,26 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 FSDP = {"all-gather", "reduce-scatter"}
 CASES = {
     "regression": ("regression.py", "", {"data": {"all-reduce"}}),
-    "lenet": ("fashion_mnist.py", "", {"data": {"all-reduce"}}),
-    "cnn fsdp": ("fashion_mnist.py", "--model cnn --rule fsdp", {"fsdp": FSDP}),
+    "lenet": ("fashion_mnist.py", "--data synthetic", {"data": {"all-reduce"}}),
+    "cnn fsdp": (
+        "fashion_mnist.py",
+        "--data synthetic --model cnn --rule fsdp",
+        {"fsdp": FSDP},
+    ),
     "mlp tensor": (
         "fashion_mnist.py",
-        "--model mlp --rule tensor",
+        "--data synthetic --model mlp --rule tensor",
         {"tensor": {"all-reduce"}},
     ),
-    "gpt fsdp": ("gpt.py", "", {"fsdp": FSDP}),
+    "gpt fsdp": ("gpt.py", "--data synthetic", {"fsdp": FSDP}),
     "gpt tensor": (
         "gpt.py",
-        "--mesh data=2,fsdp=2,tensor=2 --vocab-size 66",
+        "--data synthetic --mesh data=2,fsdp=2,tensor=2 --vocab-size 66",
         {"data": {"all-reduce"}, "fsdp": FSDP, "tensor": {"all-reduce"}},
     ),
     "gpt packed": (
         "gpt.py",
-        "--mesh data=8 --pack --accumulate 2",
+        "--data synthetic --mesh data=8 --pack --accumulate 2",
         {"data": {"all-reduce"}},
     ),
 }
@@ -41,24 +48,31 @@ def plan_recipe(name: str, backend: Compiler) -> tuple[eqxshard.Plan, int]:
     recipe, options, _ = CASES[name]
     found: list[tuple[eqxshard.Plan, int]] = []
 
-    def planner(run, notes):
-        assert notes == []
-        arguments = run.for_mesh(8)
-        plan = eqxshard.plan(**arguments, backend=backend)
+    def plan(
+        make_model: Any, loss_fn: Any, optim: Any, batch: Any, **options: Any
+    ) -> eqxshard.Plan:
+        made = eqxshard.plan(make_model, loss_fn, optim, batch, backend=backend, **options)
         state = eqxshard.abstract_state(
-            arguments["make_model"],
-            arguments["optim"],
+            make_model,
+            optim,
             key=jax.random.key(0),
-            mesh=eqxshard.make_mesh(**arguments["mesh_shape"]),
-            rule=arguments["rule"],
-            precision=arguments["precision"],
+            mesh=eqxshard.make_mesh(**options["mesh_shape"]),
+            rule=options["rule"],
+            precision=options["precision"],
         )
         leaves = jax.tree.leaves(state)
         arrays = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
         shards = [math.prod(x.sharding.shard_shape(x.shape)) for x in arrays]
-        found.append((plan, sum(x.dtype.itemsize * n for x, n in zip(arrays, shards))))
+        found.append((made, sum(x.dtype.itemsize * n for x, n in zip(arrays, shards))))
+        return made
 
-    plan_script(RECIPES / recipe, options.split(), planner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eqxshard.run._plan_run.plan", plan)
+        patch.syspath_prepend(str(RECIPES))
+        patch.setattr(sys, "argv", [recipe, "--plan", "8xh200", *options.split()])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(RECIPES / recipe), run_name="__main__")
+    assert stop.value.code == 0
     return found[0]
 
 

@@ -33,7 +33,7 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"_parser", "debug", "planning", "run"},
+    "__main__": {"_parser", "debug", "run"},
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},

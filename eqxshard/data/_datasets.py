@@ -1,45 +1,16 @@
 """Datasets that this library can find: where their files are, and what replaces them.
 
-Files are downloaded once, by pooch. While a script is planned, it runs for the shapes of
-what it would train on and not for the values: zeros of these shapes take their place.
+Files are downloaded once, by pooch.
 """
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 
 import platformdirs
 
 from .._errors import UsageError, UsageFileError
 from ..sharding._files import local_path
-
-_notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
-
-
-@contextlib.contextmanager
-def planning() -> Iterator[list[str]]:
-    """Plan what runs inside; yields a list of what is to be known of the plan."""
-    notes: list[str] = []
-    token = _notes.set(notes)
-    try:
-        yield notes
-    finally:
-        _notes.reset(token)
-
-
-def is_planning() -> bool:
-    """Whether only shapes matter."""
-    return _notes.get() is not None
-
-
-def add_note(text: str) -> None:
-    """Say something of the plan that is being made."""
-    notes = _notes.get()
-    assert notes is not None
-    notes.append(text)
 
 
 def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:

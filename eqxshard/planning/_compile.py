@@ -15,7 +15,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from .._errors import UsageError
 from ..compiled._causes import Causes
 from ..compiled._hlo import parse_module
 from ..inspect._explain import explain
@@ -26,13 +25,12 @@ from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
 from ..training._layout import (
-    describe_repeated,
     is_offloaded,
     repeated_axes,
     unused_axes,
 )
 from ..training._state import TrainState
-from ..training._train_step import TrainStep, make_train_step
+from ..training._train_step import make_train_step
 from ._backends import find_devices
 from ._modules import compile_step
 from ._plan import Plan, PlannedMemory
@@ -53,23 +51,13 @@ def main() -> None:
     os.replace(part, folder / "result")
 
 
-def _answer(request: Request | StepRequest, dump: Path) -> Plan | int:
+def _answer(request: Request | StepRequest, dump: Path) -> Plan:
     if isinstance(request, StepRequest):
         return compile_step(request, dump)
     state = make_state(request)
-    rows, _ = count_examples(request.batch)
+    rows = count_examples(request.batch)
     check_batch_size(rows, mesh_of(state), accumulate=request.options["accumulate"])
-    if request.limit is not None:
-        if (least := state_bytes(state)) > request.limit:
-            return least
-        lower = functools.partial(_make_step(request).lower, state, request.batch)
-        for axis in repeated_axes(state, mesh_of(state), lower):
-            raise UsageError(describe_repeated(axis, request.mesh_shape[axis]))
     return compile_plan(request, state, dump)
-
-
-def _make_step(request: Request) -> TrainStep:
-    return make_train_step(request.loss_fn, request.optim, **request.options)
 
 
 def make_state(request: Request) -> TrainState:
@@ -99,7 +87,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     """
     start = time.perf_counter()
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
-    step = _make_step(request)
+    step = make_train_step(request.loss_fn, request.optim, **request.options)
     call = step.machine.look_up(state, None, ONE_BATCH)
     program, findings = step.machine.inspect(call, request.batch)
     seconds = time.perf_counter() - start
@@ -121,7 +109,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     notes = [said.removesuffix(".") for said in unused]
     if request.cache is not None:
         notes.append(keep_compiled(lower, request.cache))
-    rows, tokens = count_examples(request.batch)
+    rows = count_examples(request.batch)
     on_cpu = request.backend == "cpu"
     module = parse_module(
         read_dump(dump, mesh.size, "train_step") if on_cpu else program.text
@@ -134,7 +122,6 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         notes,
         memory=plan_memory(request, state, leaves, program.compiled.memory_analysis()),
         examples=rows,
-        tokens=tokens,
         compile_seconds=seconds,
         leaves=leaves,
         settings=_settings(request),
@@ -172,11 +159,6 @@ def plan_memory(
         gradients=sum(leaf.gradient for leaf in leaves),
         offloaded=offloaded,
     )
-
-
-def state_bytes(state: TrainState) -> int:
-    """The bytes of one device that a state takes."""
-    return _bytes(state) - _offloaded_bytes(state)
 
 
 def mesh_of(state: TrainState) -> Mesh:

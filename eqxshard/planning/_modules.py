@@ -107,10 +107,10 @@ def compile_step(request: StepRequest, dump: Path) -> Plan:
     arguments = Counter[str]()
     for each, leaf in zip(step.inputs, leaves, strict=True):
         arguments[each.argument] += leaf.bytes_per_device
-    examples = tokens = None
+    examples = None
     if step.batch:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in step.batch]
-        examples, tokens = count_examples(shapes)
+        examples = count_examples(shapes)
     if request.backend == "cpu":
         module = parse_module(read_dump(dump, step.devices, _PLANNED))
     paths = {each.name: each.name for each in step.inputs}
@@ -128,7 +128,6 @@ def compile_step(request: StepRequest, dump: Path) -> Plan:
             offloaded=analysis.host_argument_size_in_bytes,
         ),
         examples=examples,
-        tokens=tokens,
         compile_seconds=seconds,
         leaves=leaves,
         settings={"function": step.name, "arguments": ", ".join(arguments)},

@@ -123,8 +123,7 @@ class Plan:
         including what is computed again.
     - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
     - `time`: an [`eqxshard.PlannedTime`][]; `None` if the target's speed is not known.
-    - `examples`, `tokens`: of a batch, if it is known which of the arguments that is;
-        `tokens` if it has an entry of integers in rows.
+    - `examples`: of a batch, if it is known which of the arguments that is.
     - `compile_seconds`: how long it took to compile.
     - `notes`: what else to know.
     - `leaves`: one [`eqxshard.Leaf`][] for each array of the model, as
@@ -147,7 +146,6 @@ class Plan:
     collectives: tuple[Collective, ...]
     time: PlannedTime | None
     examples: int | None
-    tokens: int | None
     compile_seconds: float
     notes: tuple[str, ...]
     leaves: tuple[Leaf, ...]
@@ -177,13 +175,6 @@ class Plan:
         return self.examples / self.time.step
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """By all devices, at most."""
-        if self.tokens is None or not self.time or not self.time.step:
-            return None
-        return self.tokens / self.time.step
-
-    @property
     def mfu(self) -> float | None:
         """The part of the devices' peak that is used: model FLOPs utilization (MFU).
 
@@ -207,7 +198,7 @@ class Plan:
             plain["memory"][name] = getattr(self.memory, name)
         if self.time is not None:
             plain["time"]["bound"] = self.time.bound
-        names = ("fits", "traffic", "examples_per_second", "tokens_per_second", "mfu")
+        names = ("fits", "traffic", "examples_per_second", "mfu")
         return plain | {name: getattr(self, name) for name in names}
 
     def to_trace(self) -> dict[str, Any]:
@@ -243,18 +234,14 @@ class Plan:
         """
         from ._views import render_page  # It imports this module.
 
+        check_plan_file(path)
         file = Path(path)
         if file.name.lower().endswith(".trace.json"):
             text = json.dumps(self.to_trace())
         elif file.suffix.lower() == ".json":
             text = json.dumps(self.to_json(), indent=1) + "\n"
-        elif file.suffix.lower() == ".html":
-            text = render_page(self)
         else:
-            raise UsageError(
-                f"a plan cannot be written as {file.name!r}; give a name that ends with "
-                ".json, .trace.json or .html."
-            )
+            text = render_page(self)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
@@ -267,3 +254,13 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def check_plan_file(path: str | os.PathLike[str]) -> None:
+    """Raise `ValueError` unless the name says in which form to write a plan."""
+    file = Path(path)
+    if file.suffix.lower() not in (".json", ".html"):
+        raise UsageError(
+            f"a plan cannot be written as {file.name!r}; give a name that ends with "
+            ".json, .trace.json or .html."
+        )

@@ -32,7 +32,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from .._errors import UsageTypeError
+from .._errors import UsageError, UsageTypeError
 from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
@@ -61,8 +61,6 @@ class Request:
     - `batch`: a `jax.ShapeDtypeStruct` for each array.
     - `backend`: the compiler.
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
-    - `limit`: for a search, the most bytes that a device may need. A step whose state alone
-        needs more is not compiled, and neither is one whose devices repeat the same work.
     - `explicit`: the axes of the mesh that are Explicit.
     - `cache`: the folder in which to keep what was compiled.
     """
@@ -78,7 +76,6 @@ class Request:
     trainable: PyTree
     precision: Precision | None
     options: Mapping[str, Any]
-    limit: float | None = None
     explicit: bool | Sequence[str] = False
     cache: Path | None = None
 
@@ -189,7 +186,7 @@ ELSEWHERE = "In the process that compiles:"
 class Failure(NamedTuple):
     """An error in the process that compiles: what to raise, and its own traceback.
 
-    There is no traceback of an error of this library that says what to do.
+    A `UsageError` has no traceback.
     """
 
     kind: type[Exception]
@@ -199,6 +196,8 @@ class Failure(NamedTuple):
 
 def describe(error: Exception) -> Failure:
     """Say of an error whose it is, and what to do about it."""
+    if isinstance(error, UsageError):
+        return Failure(type(error), str(error), "")
     kind, message, said = RuntimeError, str(error), type(error).__name__
     first = message.strip().split("\n")[0][:300].rstrip(".")
     frames = reversed(traceback.extract_tb(error.__traceback__))
@@ -214,13 +213,10 @@ def describe(error: Exception) -> Failure:
             f"making the model and its step raised {said}: {first}{where}; correct the "
             "script."
         )
-    *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    ours = kind is type(error) and last.f_globals["__name__"].startswith("eqxshard.")
-    trace = "" if ours else "".join(traceback.format_exception(error))
-    return Failure(kind, message, trace)
+    return Failure(kind, message, "".join(traceback.format_exception(error)))
 
 
-def run(data: bytes, compiler: Compiler) -> Plan | int:
+def run(data: bytes, compiler: Compiler) -> Plan:
     """Compile in another process, and return what it finds.
 
     **Arguments:**
@@ -230,8 +226,7 @@ def run(data: bytes, compiler: Compiler) -> Plan | int:
 
     **Returns:**
 
-    The plan; the bytes of the state on each device if they alone are above the limit of
-    the request.
+    The plan.
 
     **Raises:**
 

@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._errors import UsageError
 from ..compiled._causes import Causes
@@ -21,10 +19,10 @@ from ..compiled._communication import (
 )
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 from ..sharding._mesh import used_axes
+from ._backends import install
 from ._costs import Costs, count_flops
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._process import Request, StepRequest
-from ._recomputed import note_recomputed
 from ._schedule import Schedule, compute_seconds, link_seconds, read_work
 from ._targets import Compiler, Target
 
@@ -156,7 +154,6 @@ def make_notes(
     target: Target,
     compiler: Compiler,
     module: Module,
-    flops: Mapping[str, float],
     unknown: str,
     least: PlannedTime | None,
 ) -> Iterator[str]:
@@ -165,7 +162,6 @@ def make_notes(
     **Arguments:**
 
     - `target`, `compiler`, `module`: as for `read_plan`.
-    - `flops`: from `count_flops`.
     - `unknown`: from `find_unknown`.
     - `least`: from `predict_time`.
     """
@@ -176,16 +172,13 @@ def make_notes(
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
             f"what communication is hidden. The compiler for {target.compiler}s knows "
-            f"both; `python -m eqxshard plan SCRIPT --backend {target.compiler}`, or "
-            f"backend={target.compiler!r} in Python, says how to install it"
+            f"both; if it is not installed, run `{install(target.compiler)}` (on Linux)"
         )
     if compiler == "gpu":
         yield (
             "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
             "about 2 GB"
         )
-    if again := note_recomputed(module, flops, least and least.step, target):
-        yield again
     if any(module.trips(each) is None for each in instructions):
         yield "a loop of unknown length counts as one iteration"
     calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
@@ -240,12 +233,9 @@ def memory_of(
     )
 
 
-def count_examples(batch: Any) -> tuple[int, int | None]:
-    """The rows of a batch, and its tokens if an entry has integers in rows."""
-    leaves = jax.tree.leaves(batch)
-    is_tokens = lambda x: len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)  # noqa: E731
-    tokens = next((math.prod(x.shape) for x in leaves if is_tokens(x)), None)
-    return leaves[0].shape[0], tokens
+def count_examples(batch: Any) -> int:
+    """The rows of a batch."""
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def read_plan(
@@ -288,7 +278,7 @@ def read_plan(
         flops=flops,
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=least,
-        notes=(*make_notes(target, backend, module, flops, unknown, least), *notes),
+        notes=(*make_notes(target, backend, module, unknown, least), *notes),
         timeline=schedule.spans if schedule and least else None,
         **others,
     )

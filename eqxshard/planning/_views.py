@@ -106,12 +106,9 @@ def _say_parts(time: PlannedTime) -> str:
 
 
 def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
-    """The examples or tokens per second at this time, and a few words more."""
+    """The examples per second at this time, and a few words more."""
     assert plan.examples is not None
-    if plan.tokens is None:
-        return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
-    speed = plan.tokens / time.step
-    return f"{speed:,.0f} tokens/s", f"{speed / plan.devices:,.0f} on each device"
+    return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
 
 
 def mfu_at(plan: Plan, time: PlannedTime) -> float | None:

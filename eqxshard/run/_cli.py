@@ -14,13 +14,11 @@ import tyro
 
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
-from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..sharding._text import comma_list, say
 from ._config import RunConfig, flag
 from ._errors import exit_on_errors
-from ._planned import planned_by, print_plan
 
 _Args = TypeVar("_Args")
 
@@ -36,8 +34,8 @@ def cli(
     Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
     joins others, if there are any ([`eqxshard.initialize`][]). JAX keeps what it compiles
     for the next start: in the folder that `JAX_COMPILATION_CACHE_DIR` names, else in one in
-    the user's cache directory. With `--plan`, it runs up to its call of
-    [`eqxshard.train`][], which is then planned instead.
+    the user's cache directory. With `--plan` it does neither, and uses CPU devices alone:
+    its call of [`eqxshard.train`][] prints a plan and ends the process.
 
     Arguments that tyro refuses, what this library raised on purpose, and an
     [`eqxshard.UsageError`][] of the script end it with exit status 2; the latter two with
@@ -76,13 +74,14 @@ def cli(
     try:
         with allow_closed_stdout(), errors:
             parsed, plan = _parse(args_type, words)
-            if is_planning():
-                main(parsed)
-            elif plan is not None:
+            if plan is not None:
                 # The accelerators of this machine are not needed.
                 jax.config.update("jax_platforms", "cpu")
-                with planned_by(print_plan(plan)):
-                    main(parsed)
+                main(parsed)
+                raise UsageError(
+                    f"{flag('plan')} {plan} plans what eqxshard.train would do, which was "
+                    "not called; leave it out."
+                )
             else:
                 # Orbax's logging would put the names of loggers before what they say.
                 logging.basicConfig(format="%(message)s")

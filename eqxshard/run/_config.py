@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from .._errors import UsageError, UsageTypeError
 from ..data._steps import Steps
+from ..planning._plan import check_plan_file
 from ..trackers._tracker import is_installed
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
@@ -91,6 +92,8 @@ class RunConfig:
     """Write a profile of these steps to the folder profile in --output."""
     plan: Annotated[str | None, default("none", "COUNTxDEVICE")] = None
     """Plan a step on devices that are not there, such as 512xh200, instead of training."""
+    plan_file: Annotated[str | None, default("none", "FILE")] = None
+    """Write the plan of --plan to this file: a page, .html; .json; or .trace.json."""
     traceback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """At an error, show the whole traceback."""
 
@@ -140,6 +143,13 @@ class RunConfig:
             parse_profile(self.profile)
         if self.plan is not None:
             parse_plan(self.plan)
+        if self.plan_file is not None:
+            check_plan_file(self.plan_file)
+            if self.plan is None:
+                raise UsageError(
+                    f"{flag('plan_file')} {self.plan_file} is the file of a plan; give "
+                    f"{flag('plan')}, too."
+                )
 
     def make_mesh(self, mesh: str | Mesh) -> Mesh:
         """The mesh that the options ask for.
@@ -149,13 +159,19 @@ class RunConfig:
         - `mesh`: the default, as text for [`eqxshard.run.mesh_from_text`][]; or a mesh,
             which the options cannot change.
 
+        **Returns:**
+
+        The mesh. With `plan`, text is a mesh of as many simulated CPU devices as the plan
+        has.
+
         **Raises:**
 
         `ValueError` if the options do not fit the devices, or would change a mesh.
         """
         if isinstance(mesh, str):
+            devices = self.devices if self.plan is None else parse_plan(self.plan)[0]
             return mesh_from_text(
-                self.mesh or mesh, devices=self.devices, batch_size=self.batch_size
+                self.mesh or mesh, devices=devices, batch_size=self.batch_size
             )
         if self.mesh is not None or self.devices is not None:
             raise UsageError(

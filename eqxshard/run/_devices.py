@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from .._errors import UsageError
-from ..data._datasets import is_planning
 from ..distributed import count_cores
 from ..sharding._mesh import batch_axes, make_mesh
 from ..sharding._spec import AXES
@@ -144,11 +143,6 @@ def find_devices(count: int | None = None) -> list[Any]:
     `ValueError` if JAX finds none, or fewer; or if these are not all devices of several
     processes.
     """
-    if is_planning():
-        raise UsageError(
-            "the script asks for devices before it trains, and those of a plan are not "
-            "there; give eqxshard.train the mesh as text, such as mesh='fsdp=-1'."
-        )
     try:
         found = jax.devices()
     # If there is no plugin for CUDA, JAX fails on an assertion without a message.

@@ -19,7 +19,6 @@ from ..checkpoint._best import Mode, best_mode
 from ..checkpoint._changes import Changes, Missing, Unused
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
-from ..data._datasets import is_planning
 from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
@@ -58,7 +57,7 @@ from ._parts import (
     TrainingData,
     check_metrics,
 )
-from ._planned import PlannedRun, end_with_plan
+from ._plan_run import plan_run
 from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, name_settings, versions
 from ._resume import restore_state
@@ -129,6 +128,9 @@ def train(
     folder: checkpoints, `metrics.jsonl`, `curves.png` (with Matplotlib), `tensorboard`
     (with TensorBoard), `summary.json` and a page to look at, `index.html`. Everything it
     does can be written by hand with the public names of this library.
+
+    With `config.plan` it does none of this: it prints the [`eqxshard.plan`][] of the step,
+    and ends the process with exit status 0.
 
     **Arguments:**
 
@@ -222,13 +224,9 @@ def train(
         lint=lint,
         compiler_options=compiler_options,
     )
-    if is_planning():
-        end_with_plan(PlannedRun(config, mesh, data, training, epochs, steps))
     if config.plan is not None:
-        raise UsageError(
-            f"plan={config.plan!r} is an option of a command line; call train in the main "
-            "function of eqxshard.cli, or run `python -m eqxshard plan SCRIPT`."
-        )
+        plan_run(config, mesh, data, training, epochs, steps)
+        raise SystemExit(0)
     # Before any code of the user's, which may change the working directory.
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)

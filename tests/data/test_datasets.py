@@ -1,4 +1,4 @@
-"""Datasets that are downloaded, generated, or planned: Fashion-MNIST and Shakespeare."""
+"""Datasets that are downloaded or generated: Fashion-MNIST and Shakespeare."""
 
 import gzip
 import hashlib
@@ -11,7 +11,7 @@ from helpers import REAL, needs_real_data
 
 from eqxshard.data import _fashion_mnist, fashion_mnist, load_fashion_mnist
 from eqxshard.data import synthetic_fashion as synthetic
-from eqxshard.data._datasets import add_note, is_planning, planning, read_file
+from eqxshard.data._datasets import read_file
 from eqxshard.data.text import _corpus, shakespeare
 
 IMAGES, LABELS = "train-images-idx3", "train-labels-idx1"
@@ -175,30 +175,3 @@ def test_the_seed_decides():
     np.testing.assert_array_equal(first["image"], again["image"])
     np.testing.assert_array_equal(first["label"], again["label"])
     assert (first["image"] != other["image"]).any()
-
-
-# Planning; recipes use it in test_planned.py
-
-
-def test_only_what_runs_inside_is_planned():
-    assert not is_planning()
-    with planning() as notes:
-        add_note("a note")
-        with planning() as others:
-            add_note("another")
-        assert is_planning()
-    assert (notes, others) == (["a note"], ["another"]) and not is_planning()
-
-
-def test_stand_ins_are_like_the_data(tmp_path):
-    with planning():
-        stand_ins = synthetic("test"), fashion_mnist("test", data_dir=tmp_path)
-        corpus = shakespeare(tmp_path)
-    drawn = synthetic("test", size=20)
-    for source in stand_ins:
-        assert len(source) == 10_000 and not np.any(source.arrays["image"])
-        for name, array in source.arrays.items():
-            assert array.shape[1:] == drawn.arrays[name].shape[1:]
-            assert array.dtype == drawn.arrays[name].dtype
-    assert (len(corpus.train), len(corpus.valid)) == (1_003_854, 111_540)
-    assert corpus.vocab_size == 65 and corpus.name == "shakespeare"

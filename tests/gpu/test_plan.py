@@ -1,18 +1,12 @@
 """Plans by the compiler for GPUs."""
 
 import dataclasses
-import re
-from functools import partial
 
 import gpt
-import jax
-import jax.numpy as jnp
 import pytest
-from gpt_model import GPT
 from grades import graded
 from helpers import needs_new_jax
 from plan_theory import (
-    BFLOAT16,
     MESHES,
     MICROBATCHES,
     PIPELINE,
@@ -26,7 +20,6 @@ from plan_theory import (
 )
 
 import eqxshard
-from eqxshard.pages._format import format_flops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -105,38 +98,6 @@ def test_what_to_expect_is_longer_than_the_least(name):
     assert least is not None and about is not None
     assert about.step == pytest.approx(sum(about.parts.values()))
     assert (about.memory or 0) > (least.memory or 0) > 0 and about.step > least.step
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11),
-    reason="XLA computes next to no products of so small a step again",
-)
-def test_what_xla_computes_again_where_memory_is_short_is_noted():
-    shape = dataclasses.replace(SHAPE, embed=256, mlp=1024, seq_len=256)
-    tokens = jax.ShapeDtypeStruct((256, shape.seq_len), jnp.int32)
-
-    def made(target):
-        return eqxshard.plan(
-            partial(GPT, shape=shape, remat="dots"),
-            gpt.loss_fn,
-            gpt.make_optimizer(gpt.Args(), 1000),
-            {"tokens": tokens, "targets": tokens},
-            mesh_shape={"fsdp": 8},
-            rule=gpt.make_rule(shape),
-            precision=BFLOAT16,
-            target=target,
-            backend="gpu",
-        )
-
-    h200 = eqxshard.Target.named("h200")
-    ample = made(h200)
-    size = f"device_memory_size: {ample.memory.peak}"
-    config = re.sub(r"device_memory_size: \d+", size, h200.config)
-    short = made(dataclasses.replace(h200, config=config))
-    again = sum(short.flops.values()) - sum(ample.flops.values())
-    assert again > 0.01 * sum(ample.flops.values())
-    assert any(f"computes {format_flops(again)} again" in note for note in short.notes)
-    assert not any("again" in note for note in ample.notes)
 
 
 @needs_new_jax

@@ -186,7 +186,6 @@ def test_what_is_made_to_be_printed_is_shown_as_it_prints():
         eqxshard.testing.Collectives,
         eqxshard.testing.MeshReport,
         type(eqxshard.lint(jax.jit(lambda x: x), 1.0)),
-        eqxshard.Search,
     ):
         assert kind.__repr__ is kind.__str__
 

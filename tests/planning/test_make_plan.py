@@ -104,7 +104,7 @@ def test_the_time_is_what_links_and_arithmetic_take(plan):
     sent = sum(sum(kinds.values()) for kinds in plan.traffic.values())
     assert plan.time.step == pytest.approx(sent / 450e9, rel=1e-6)
     assert plan.time.bound == "fsdp links"
-    assert plan.tokens_per_second == pytest.approx(16 * 17 / plan.time.step)
+    assert plan.examples_per_second == pytest.approx(16 / plan.time.step)
     assert 0 < plan.mfu < 1
 
 

@@ -43,12 +43,12 @@ def test_what_to_expect_is_said_beside_the_least(plan):
     about = dataclasses.replace(plan.time, step=4 * plan.time.step, compute=1e-5)
     time = dataclasses.replace(plan.time, about=about)
     said = dataclasses.replace(plan, time=time)
-    text, speed = str(said), plan.tokens_per_second
+    text, speed = str(said), plan.examples_per_second
     least, expected = (format_seconds(x.step) for x in (time, about))
     assert f"A step takes at least {least}, about {expected}, bound by " in text
     assert f"Of about {expected}: compute 10 us" in text
-    assert f"At most {speed:,.0f} tokens/s" in text
-    assert f"About {speed / 4:,.0f} tokens/s" in text
+    assert f"At most {speed:,.4g} examples/s" in text
+    assert f"About {speed / 4:,.4g} examples/s" in text
     assert said.to_json()["time"]["about"]["step"] == about.step
 
 
@@ -61,7 +61,7 @@ def test_what_devices_repeat_counts_once(plan):
 def test_a_very_short_step_is_said_to_take_longer(plan):
     assert plan.time.step < 1e-4 and "a step as short as this takes" in str(plan)
     assert not any(
-        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, {}, "", LONG)
+        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, "", LONG)
     )
 
 
@@ -102,6 +102,6 @@ def test_without_known_speeds_there_is_no_time(plan):
     target = eqxshard.Target.named("cpu")
     memory = dataclasses.replace(plan.memory, device=None)
     other = dataclasses.replace(plan, target=target, time=None, memory=memory)
-    assert (other.fits, other.tokens_per_second, other.mfu) == (None, None, None)
+    assert (other.fits, other.examples_per_second, other.mfu) == (None, None, None)
     assert "A step takes" not in str(other) and "left of" not in str(other)
     json.dumps(other.to_json())

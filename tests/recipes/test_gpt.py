@@ -100,6 +100,15 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     assert out.startswith("the quick ") and len(out) == len("the quick ") + 40 + 1
 
 
+@pytest.mark.slow
+def test_generated_tokens_are_learned(main, tmp_path):
+    options = ["--data", "synthetic", *SHORT, "--steps", 60, "--eval-windows", 16]
+    status, _, err = main(*options, "--output", tmp_path / "run")
+    assert status == 0, err
+    losses = [x["eval/loss"] for x in read_lines(tmp_path / "run") if "eval/loss" in x]
+    assert np.log(3) < losses[-1] < 0.9 * np.log(65)
+
+
 MISTAKES = {
     "--mesh tensor=8 --devices 8": "--kv-heads 2 does not divide over tensor=8",
     "--mesh stage=2 --devices 2 --experts 2": "experts",
@@ -118,7 +127,9 @@ def test_without_a_network_it_asks_for_a_text(main, monkeypatch, tmp_path):
     # Nothing listens there.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9/")
     status, _, err = main()
-    assert status == 2 and err.endswith("Or give a text of your own: --data FILE.\n")
+    assert status == 2 and err.endswith(
+        "Or use --data FILE, a text of yours, or --data synthetic.\n"
+    )
 
 
 @pytest.mark.parametrize("options", MISTAKES)

@@ -59,7 +59,7 @@ def test_help_groups_options_and_shows_defaults(script):
             "--log-every",
             "--track",
         }
-        | {"--hang-seconds", "--profile", "--plan", "--traceback"},
+        | {"--hang-seconds", "--profile", "--plan", "--plan-file", "--traceback"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text

@@ -31,6 +31,11 @@ from eqxshard.run import RunConfig
         ({"mesh": ""}, "the mesh '' names the axis ''"),
         ({"plan": "h200"}, "--plan h200 is not a number and a kind of devices; write"),
         ({"plan": "8xcpu", "devices": 8}, "--plan 8xcpu and --devices 8 contradict each"),
+        (
+            {"plan": "8xcpu", "plan_file": "plan"},
+            "cannot be written as 'plan'; give a name",
+        ),
+        ({"plan_file": "plan.json"}, "--plan-file plan.json is the file of a plan; give"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message, unannotated):

@@ -164,7 +164,6 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
         ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
         ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
-        ({"devices": None, "plan": "8xh200"}, {}, "; call train in the main function of "),
         ({}, {"lint": {"global-batc": "off"}}, "did you mean 'global-batch'?"),
         ({"mesh": "data=2"}, {"mesh": True}, "makes its own mesh; leave out --mesh"),
     ],

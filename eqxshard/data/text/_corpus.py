@@ -1,23 +1,17 @@
 """A text to train on and one to evaluate on, from whatever holds them."""
 
 import os
-import string
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..._errors import UsageError, UsageFileError
-from .._datasets import add_note, dataset_folder, is_planning, read_file
+from .._datasets import dataset_folder, read_file
 from ._prepare import read_parts
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from ._tokens import TokenArray, TokenFiles, Tokens, is_prepared
 
-#: The tokens of a corpus that is planned and not there: longer than any sequence.
-_STAND_IN = 2**24
-
-_LENGTH = 1_115_394
-_CHARACTERS = "\n !$&',-.3:;?" + string.ascii_letters
 _SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 _URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -86,8 +80,6 @@ def open_corpus(
     path = Path(path)
     if not 0 < valid < 1:
         raise UsageError(f"valid={valid} must be between 0 and 1.")
-    if not path.exists() and is_planning():
-        return _stand_in(path, tokenizer)
     if not path.exists():
         raise UsageFileError(
             f"there is no {path}; give a .txt file or a folder of token files."
@@ -139,9 +131,6 @@ def shakespeare(
         corpus = eqxshard.data.text.shakespeare()
         ```
     """
-    if is_planning():
-        text = _CHARACTERS * (_LENGTH // len(_CHARACTERS) + 1)
-        return _encode_corpus(text[:_LENGTH], tokenizer, 0.1, "shakespeare")
     path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
     text = read_file(path, _URL, _SHA256).decode()
     return _encode_corpus(text, tokenizer, 0.1, "shakespeare")
@@ -161,17 +150,6 @@ def _encode_corpus(
         for part in (text[:cut], text[cut:])
     )
     return Corpus(train, held_out, tokenizer, name)
-
-
-def _stand_in(path: Path, tokenizer: str | os.PathLike[str] | Tokenizer | None) -> Corpus:
-    """A corpus of zeros, of the vocabulary of the tokenizer, if that is known."""
-    found = None if tokenizer == "char" else _find_tokenizer([], tokenizer)
-    vocab_size = 1 if found is None else found.vocab_size
-    add_note(
-        f"there is no {path}, so it counts as a text with a vocabulary of {vocab_size:,}"
-    )
-    tokens = TokenArray(np.zeros(_STAND_IN, np.uint8), vocab_size=vocab_size)
-    return Corpus(tokens, tokens, found, path.name)
 
 
 def _cut(tokens: TokenFiles, valid: float) -> int:
