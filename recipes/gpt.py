@@ -12,20 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from gpt_generate import KVCache, generate
 from gpt_model import GPT, SIZES, Remat, Shape, flops_per_token
 from jax import P
 
 import eqxshard
-from eqxshard import nn
 from eqxshard.data import text
 from eqxshard.run import default
 
 
 def loss_fn(model, batch, key=None):
-    arguments = dict(batch)
-    # How much a packed example counts, which matters to a model in stages.
-    weight = arguments.pop("__weight__", None)
-    return model.losses(**arguments, weight=weight, key=key)
+    # The step weighs the losses of packed examples by this.
+    arguments = {name: x for name, x in batch.items() if name != "__weight__"}
+    return model.losses(**arguments, key=key)
 
 
 def metric_fn(model, batch):
@@ -289,7 +288,7 @@ def sample(model, prompt, length, temperature, key, vocab_size=None):
         known = jnp.arange(logits.shape[-1]) < (vocab_size or logits.shape[-1])
         return jnp.where(known, logits, -jnp.inf), cache
 
-    return nn.generate(decode, cache, prompt, length, key=key, temperature=temperature)
+    return generate(decode, cache, prompt, length, key=key, temperature=temperature)
 
 
 # A program each: the first prompt has another length than half a sequence.
@@ -297,10 +296,10 @@ begin_sequence = eqxshard.filter_jit(sample)
 continue_sequence = eqxshard.filter_jit(sample)
 
 
-def make_cache(model: GPT, batch: int) -> nn.KVCache:
+def make_cache(model: GPT, batch: int) -> KVCache:
     shape = model.shape
     size = (shape.layers, batch, shape.seq_len, shape.kv_heads, shape.head_dim)
-    return nn.KVCache.empty(size, model.embedding.dtype)
+    return KVCache.empty(size, model.embedding.dtype)
 
 
 def open_corpus(args: Args) -> text.Corpus:
