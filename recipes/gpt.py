@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import equinox as eqx
@@ -64,9 +65,7 @@ class Changes:
     mlp: int | None = None
     seq_len: int | None = None
     """The number of tokens in a sequence."""
-    vocab_size: Annotated[int | None, default("the tokenizer's, at least the size's")] = (
-        None
-    )
+    vocab_size: Annotated[int | None, default("the text's, at least the size's")] = None
     positions: Literal["rotary", "learned"] | None = None
     norm: Literal["rms", "layer"] | None = None
     activation: Literal["swiglu", "gelu"] | None = None
@@ -90,9 +89,9 @@ class Args:
     """tiny; GPT-2; or the shapes of Llama 3."""
     shape: Changes = Changes()
     data: str = "shakespeare"
-    """A text file, or a folder made by `python -m eqxshard.data.text`."""
-    tokenizer: Annotated[str | None, default("the folder's; char for text")] = None
-    """char, byte, or the tokenizer.json of a Hugging Face model."""
+    """A text file, whose bytes are the tokens, or a folder made by prepare_text.py."""
+    tokenizer: Annotated[str | None, default("the folder's")] = None
+    """The tokenizer.json of a Hugging Face model, to read and write samples with."""
     pack: bool = False
     """Fill sequences with whole documents, which do not see each other."""
     eval_windows: int = 256
@@ -207,8 +206,7 @@ def make_shape(args: Args, vocab_size: int) -> Shape:
     if vocab_size > shape.vocab_size:
         raise eqxshard.UsageError(
             f"the text has {vocab_size:,} different tokens, and the model "
-            f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more, or another "
-            "--tokenizer."
+            f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more."
         )
     return shape
 
@@ -240,13 +238,59 @@ def check_mesh(args: Args, shape: Shape) -> None:
         )
 
 
+class Tokenizer:
+    """A tokenizer of Hugging Face, from its file."""
+
+    def __init__(self, path: Path):
+        if not path.is_file():
+            raise eqxshard.UsageError(f"there is no {path}; give another --tokenizer.")
+        try:
+            import tokenizers  # Only for this: bytes need no package.
+        except ImportError:
+            raise eqxshard.UsageError(
+                f"{path} is read by the package tokenizers; add that by pip install "
+                "tokenizers, or give --length 0 to train without samples."
+            ) from None
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values())
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def find_tokenizer(args: Args) -> text.ByteTokenizer | Tokenizer | None:
+    """What reads and writes samples, if there are any."""
+    is_text = args.data == "shakespeare" or args.data.endswith(".txt")
+    if args.tokenizer is not None and is_text and args.sample is None:
+        raise eqxshard.UsageError(
+            f"--tokenizer is not for {args.data}, whose tokens are its bytes; give --data "
+            "a folder that recipes/prepare_text.py made of it."
+        )
+    if args.sample is None and not args.length:
+        return None
+    if args.tokenizer is not None:
+        return Tokenizer(Path(args.tokenizer))
+    if is_text:
+        return text.ByteTokenizer()
+    for folder in (Path(args.data), Path(args.data, "train")):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer(folder / "tokenizer.json")
+    if args.sample is not None:
+        raise eqxshard.UsageError(f"{args.data} has no tokenizer.json; give --tokenizer.")
+    return None
+
+
 class Report(eqxshard.callbacks.Callback):
     """After each evaluation: the perplexity, and a sample."""
 
     every = None
 
-    def __init__(self, args: Args, corpus: text.Corpus):
-        self.args, self.tokenizer = args, corpus.tokenizer
+    def __init__(self, args: Args, corpus: text.Corpus, tokenizer):
+        self.args, self.tokenizer = args, tokenizer
         self.start = corpus.valid.take(np.arange(1))
 
     def after_evaluation(self, loop):
@@ -256,7 +300,7 @@ class Report(eqxshard.callbacks.Callback):
             loop.print(f"--- sample after step {loop.step} ---\n{sampled}\n---")
 
 
-def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
+def write(args: Args, model: GPT, tokenizer, tokens: np.ndarray) -> str:
     """Continue a text by `--length` tokens."""
     seq_len = model.shape.seq_len
     length = len(tokens) + args.length
@@ -305,14 +349,16 @@ def make_cache(model: GPT, batch: int) -> KVCache:
 def open_corpus(args: Args) -> text.Corpus:
     if args.data == "shakespeare":
         try:
-            return text.shakespeare(tokenizer=args.tokenizer or "char")
+            return text.shakespeare()
         except FileNotFoundError as error:
             sentence = f"{error} Or give a text of your own: --data FILE."
             raise eqxshard.UsageError(sentence) from None
-    return text.open_corpus(args.data, tokenizer=args.tokenizer)
+    return text.open_corpus(args.data)
 
 
-def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+def train(
+    args: Args, corpus: text.Corpus, tokenizer, shape: Shape, make_model, load
+) -> str:
     """Train, and export the weights if that is asked for; say how it went."""
     if args.pack:
         train_data = text.PackedDocuments(corpus.train, shape.seq_len)
@@ -344,7 +390,7 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
         best="eval/loss",
         mode="min",
         load=load,
-        callbacks=[throughput, Report(args, corpus)],
+        callbacks=[throughput, Report(args, corpus, tokenizer)],
         settings=args,
     )
     if args.export:
@@ -353,13 +399,16 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
     return f"loss {loss:.4f} | perplexity {np.exp(loss):.2f} | {run.speed} | {run.title}"
 
 
-def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+def write_sample(args: Args, tokenizer, shape: Shape, make_model, load) -> str:
     """The text of `--sample`, continued by a trained model."""
-    if corpus.tokenizer is None:
-        raise eqxshard.UsageError(f"{args.data} has no tokenizer.json; give --tokenizer.")
-    tokens = np.asarray(corpus.tokenizer.encode(args.sample or ""), np.int32)
+    tokens = tokenizer.encode(args.sample)
     if not len(tokens):
         raise eqxshard.UsageError("--sample is empty; give it at least one character.")
+    if max(tokens) >= shape.vocab_size:
+        raise eqxshard.UsageError(
+            f"--sample has the token {max(tokens)}, and the model {shape.vocab_size:,} "
+            "different ones; give its own --tokenizer."
+        )
     model = eqxshard.run.restore_model(
         make_model,
         config=args.run,
@@ -369,7 +418,7 @@ def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load
         step="newest",
         load=load,
     )
-    return write(args, model, corpus.tokenizer, tokens)
+    return write(args, model, tokenizer, tokens)
 
 
 def is_large(args: Args) -> bool:
@@ -377,6 +426,7 @@ def is_large(args: Args) -> bool:
 
 
 def main(args: Args) -> str:
+    tokenizer = find_tokenizer(args)
     corpus = open_corpus(args)
     shape = make_shape(args, corpus.vocab_size)
     check_mesh(args, shape)
@@ -388,8 +438,8 @@ def main(args: Args) -> str:
     )
     load = partial(gpt_weights.load, args.weights) if args.weights else None
     if args.sample is not None:
-        return write_sample(args, corpus, shape, make_model, load)
-    return train(args, corpus, shape, make_model, load)
+        return write_sample(args, tokenizer, shape, make_model, load)
+    return train(args, corpus, tokenizer, shape, make_model, load)
 
 
 if __name__ == "__main__":

@@ -187,10 +187,9 @@ def test_texts_need_not_be_there():
     arguments, notes = collected(recipe, "--size", "70b", devices=16)
     assert notes == () and arguments["batch"]["tokens"].shape == (16, 8192)
     assert arguments["precision"].compute == "bfloat16"
-    arguments, _ = collected(recipe, "--tokenizer", "byte", "--pack")
+    arguments, _ = collected(recipe, "--pack")
     assert vocab_of(arguments) == 257 and "segments" in arguments["batch"]
-    options = ("--data", "nowhere.txt", "--tokenizer", "byte")
-    arguments, (note,) = collected(recipe, *options)
+    arguments, (note,) = collected(recipe, "--data", "nowhere.txt")
     assert (
         note == "there is no nowhere.txt, so it counts as a text with a vocabulary of 257"
     )
