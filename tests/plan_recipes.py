@@ -25,7 +25,7 @@ CASES = {
     "gpt fsdp": ("gpt.py", "", {"fsdp": FSDP}),
     "gpt tensor": (
         "gpt.py",
-        "--mesh data=2,fsdp=2,tensor=2 --vocab-size 66",
+        "--mesh data=2,fsdp=2,tensor=2 --vocab-size 258",
         {"data": {"all-reduce"}, "fsdp": FSDP, "tensor": {"all-reduce"}},
     ),
     "gpt packed": (
