@@ -251,7 +251,13 @@ class Tokenizer:
                 f"{path} is read by the package tokenizers; add that by pip install "
                 "tokenizers, or give --length 0 to train without samples."
             ) from None
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The package raises no narrower class.
+            raise eqxshard.UsageError(
+                f"{path} is not a tokenizer of Hugging Face ({error}); give another "
+                "--tokenizer."
+            ) from None
         self.vocab_size = 1 + max(self.tokenizer.get_vocab().values())
 
     def encode(self, text: str) -> np.ndarray:
