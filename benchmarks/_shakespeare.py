@@ -17,9 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _side_by_side import machine
 from rich.console import Console
 from rich.table import Table
+
+from eqxshard.data.text import ByteTokenizer, shakespeare
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "gpt.py"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -55,10 +58,24 @@ SHARED = {
 }
 
 
-def train(config: str, seed: int, path: Path, options: list[str]) -> dict[str, float]:
+def prepare(folder: str) -> None:
+    """Write the characters as nanoGPT does: numbered in their order, from 0."""
+    corpus = shakespeare()
+    texts = {}
+    for name, tokens in (("train", corpus.train), ("val", corpus.valid)):
+        texts[name] = ByteTokenizer().decode(tokens.take(np.arange(len(tokens))))
+    numbers = {char: n for n, char in enumerate(sorted({*"".join(texts.values())}))}
+    for name, text in texts.items():
+        ids = np.array([numbers[char] for char in text], np.uint16)
+        ids.tofile(Path(folder) / f"{name}.bin")
+
+
+def train(
+    config: str, data: str, seed: int, path: Path, options: list[str]
+) -> dict[str, float]:
     """Write the metrics of one run, and return its best and its last validation loss."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = SHARED | CONFIGS[config] | {"seed": seed, "output": folder}
+        flags = SHARED | CONFIGS[config] | {"data": data, "seed": seed, "output": folder}
         arguments = [f"--{name}={value}" for name, value in flags.items()]
         subprocess.run([sys.executable, str(RECIPE), *arguments, *options], check=True)
         shutil.copy(Path(folder) / "metrics.jsonl", path)
@@ -78,10 +95,12 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="more options of the recipe, after --")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    runs = {
-        seed: train(args.config, seed, args.output / f"seed-{seed}.jsonl", args.options)
-        for seed in args.seeds
-    }
+    with tempfile.TemporaryDirectory() as data:
+        prepare(data)
+        runs = {}
+        for seed in args.seeds:
+            path = args.output / f"seed-{seed}.jsonl"
+            runs[seed] = train(args.config, data, seed, path, args.options)
     table = Table("validation loss", *map(str, args.seeds), "mean", "spread")
     results: dict[str, Any] = {**machine(), "config": args.config, "seeds": args.seeds}
     for name in ("best", "last"):

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import equinox as eqx
@@ -12,20 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from gpt_generate import KVCache, generate
 from gpt_model import GPT, SIZES, Remat, Shape, flops_per_token
 from jax import P
 
 import eqxshard
-from eqxshard import nn
 from eqxshard.data import text
 from eqxshard.run import default
 
 
 def loss_fn(model, batch, key=None):
-    arguments = dict(batch)
-    # How much a packed example counts, which matters to a model in stages.
-    weight = arguments.pop("__weight__", None)
-    return model.losses(**arguments, weight=weight, key=key)
+    # The step weighs the losses of packed examples by this.
+    arguments = {name: x for name, x in batch.items() if name != "__weight__"}
+    return model.losses(**arguments, key=key)
 
 
 def metric_fn(model, batch):
@@ -65,9 +65,7 @@ class Changes:
     mlp: int | None = None
     seq_len: int | None = None
     """The number of tokens in a sequence."""
-    vocab_size: Annotated[int | None, default("the tokenizer's, at least the size's")] = (
-        None
-    )
+    vocab_size: Annotated[int | None, default("the text's, at least the size's")] = None
     positions: Literal["rotary", "learned"] | None = None
     norm: Literal["rms", "layer"] | None = None
     activation: Literal["swiglu", "gelu"] | None = None
@@ -91,10 +89,10 @@ class Args:
     """tiny; GPT-2; or the shapes of Llama 3."""
     shape: Changes = Changes()
     data: str = "shakespeare"
-    """shakespeare, synthetic (generated tokens, where there are no data), a text file, or a
-    folder made by `python -m eqxshard.data.text`."""
-    tokenizer: Annotated[str | None, default("the folder's; char for text")] = None
-    """char, byte, or the tokenizer.json of a Hugging Face model."""
+    """shakespeare, a text file, whose bytes are the tokens, a folder made by
+    prepare_text.py, or synthetic: generated tokens, where there are no data."""
+    tokenizer: Annotated[str | None, default("the folder's")] = None
+    """The tokenizer.json of a Hugging Face model, to read and write samples with."""
     pack: bool = False
     """Fill sequences with whole documents, which do not see each other."""
     eval_windows: int = 256
@@ -209,8 +207,7 @@ def make_shape(args: Args, vocab_size: int) -> Shape:
     if vocab_size > shape.vocab_size:
         raise eqxshard.UsageError(
             f"the text has {vocab_size:,} different tokens, and the model "
-            f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more, or another "
-            "--tokenizer."
+            f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more."
         )
     return shape
 
@@ -242,13 +239,65 @@ def check_mesh(args: Args, shape: Shape) -> None:
         )
 
 
+class Tokenizer:
+    """A tokenizer of Hugging Face, from its file."""
+
+    def __init__(self, path: Path):
+        if not path.is_file():
+            raise eqxshard.UsageError(f"there is no {path}; give another --tokenizer.")
+        try:
+            import tokenizers  # Only for this: bytes need no package.
+        except ImportError:
+            raise eqxshard.UsageError(
+                f"{path} is read by the package tokenizers; add that by pip install "
+                "tokenizers, or give --length 0 to train without samples."
+            ) from None
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The package raises no narrower class.
+            raise eqxshard.UsageError(
+                f"{path} is not a tokenizer of Hugging Face ({error}); give another "
+                "--tokenizer."
+            ) from None
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab().values())
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def find_tokenizer(args: Args) -> text.ByteTokenizer | Tokenizer | None:
+    """What reads and writes samples, if there are any."""
+    is_text = args.data == "shakespeare" or args.data.endswith(".txt")
+    if args.tokenizer is not None and is_text and args.sample is None:
+        raise eqxshard.UsageError(
+            f"--tokenizer is not for {args.data}, whose tokens are its bytes; give --data "
+            "a folder that recipes/prepare_text.py made of it."
+        )
+    if args.sample is None and not args.length:
+        return None
+    if args.tokenizer is not None:
+        return Tokenizer(Path(args.tokenizer))
+    if is_text:
+        return text.ByteTokenizer()
+    for folder in (Path(args.data), Path(args.data, "train")):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer(folder / "tokenizer.json")
+    if args.sample is not None:
+        raise eqxshard.UsageError(f"{args.data} has no tokenizer.json; give --tokenizer.")
+    return None
+
+
 class Report(eqxshard.callbacks.Callback):
     """After each evaluation: the perplexity, and a sample."""
 
     every = None
 
-    def __init__(self, args: Args, corpus: text.Corpus):
-        self.args, self.tokenizer = args, corpus.tokenizer
+    def __init__(self, args: Args, corpus: text.Corpus, tokenizer):
+        self.args, self.tokenizer = args, tokenizer
         self.start = corpus.valid.take(np.arange(1))
 
     def after_evaluation(self, loop):
@@ -258,7 +307,7 @@ class Report(eqxshard.callbacks.Callback):
             loop.print(f"--- sample after step {loop.step} ---\n{sampled}\n---")
 
 
-def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
+def write(args: Args, model: GPT, tokenizer, tokens: np.ndarray) -> str:
     """Continue a text by `--length` tokens."""
     seq_len = model.shape.seq_len
     length = len(tokens) + args.length
@@ -290,7 +339,7 @@ def sample(model, prompt, length, temperature, key, vocab_size=None):
         known = jnp.arange(logits.shape[-1]) < (vocab_size or logits.shape[-1])
         return jnp.where(known, logits, -jnp.inf), cache
 
-    return nn.generate(decode, cache, prompt, length, key=key, temperature=temperature)
+    return generate(decode, cache, prompt, length, key=key, temperature=temperature)
 
 
 # A program each: the first prompt has another length than half a sequence.
@@ -298,10 +347,10 @@ begin_sequence = eqxshard.filter_jit(sample)
 continue_sequence = eqxshard.filter_jit(sample)
 
 
-def make_cache(model: GPT, batch: int) -> nn.KVCache:
+def make_cache(model: GPT, batch: int) -> KVCache:
     shape = model.shape
     size = (shape.layers, batch, shape.seq_len, shape.kv_heads, shape.head_dim)
-    return nn.KVCache.empty(size, model.embedding.dtype)
+    return KVCache.empty(size, model.embedding.dtype)
 
 
 def open_corpus(args: Args) -> text.Corpus:
@@ -309,28 +358,30 @@ def open_corpus(args: Args) -> text.Corpus:
         return make_corpus()
     if args.data == "shakespeare":
         try:
-            return text.shakespeare(tokenizer=args.tokenizer or "char")
+            return text.shakespeare()
         except FileNotFoundError as error:
             if args.run.plan is not None:
                 return make_corpus()  # A plan needs only the shapes.
             sentence = f"{error} Or use --data FILE, a text of yours, or --data synthetic."
             raise eqxshard.UsageError(sentence) from None
-    return text.open_corpus(args.data, tokenizer=args.tokenizer)
+    return text.open_corpus(args.data)
 
 
 def make_corpus() -> text.Corpus:
     """Generated tokens: each is the one before it plus 0, 1 or 2, at random."""
-    vocab_size = 65  # As many as Shakespeare has characters.
+    vocab_size = text.ByteTokenizer.vocab_size  # As texts have.
     steps = np.random.default_rng(0).integers(0, 3, 2**20)
     tokens = np.cumsum(steps) % vocab_size
     train, valid = (
         text.TokenArray(part, vocab_size=vocab_size)
         for part in np.split(tokens, [-(2**17)])
     )
-    return text.Corpus(train, valid, tokenizer=None, name="synthetic")
+    return text.Corpus(train, valid, "synthetic")
 
 
-def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+def train(
+    args: Args, corpus: text.Corpus, tokenizer, shape: Shape, make_model, load
+) -> str:
     """Train, and export the weights if that is asked for; say how it went."""
     if args.pack:
         train_data = text.PackedDocuments(corpus.train, shape.seq_len)
@@ -362,7 +413,7 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
         best="eval/loss",
         mode="min",
         load=load,
-        callbacks=[throughput, Report(args, corpus)],
+        callbacks=[throughput, Report(args, corpus, tokenizer)],
         settings=args,
     )
     if args.export:
@@ -371,13 +422,16 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
     return f"loss {loss:.4f} | perplexity {np.exp(loss):.2f} | {run.speed} | {run.title}"
 
 
-def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+def write_sample(args: Args, tokenizer, shape: Shape, make_model, load) -> str:
     """The text of `--sample`, continued by a trained model."""
-    if corpus.tokenizer is None:
-        raise eqxshard.UsageError(f"{args.data} has no tokenizer.json; give --tokenizer.")
-    tokens = np.asarray(corpus.tokenizer.encode(args.sample or ""), np.int32)
+    tokens = tokenizer.encode(args.sample)
     if not len(tokens):
         raise eqxshard.UsageError("--sample is empty; give it at least one character.")
+    if max(tokens) >= shape.vocab_size:
+        raise eqxshard.UsageError(
+            f"--sample has the token {max(tokens)}, and the model {shape.vocab_size:,} "
+            "different ones; give its own --tokenizer."
+        )
     model = eqxshard.run.restore_model(
         make_model,
         config=args.run,
@@ -387,7 +441,7 @@ def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load
         step="newest",
         load=load,
     )
-    return write(args, model, corpus.tokenizer, tokens)
+    return write(args, model, tokenizer, tokens)
 
 
 def is_large(args: Args) -> bool:
@@ -395,6 +449,7 @@ def is_large(args: Args) -> bool:
 
 
 def main(args: Args) -> str:
+    tokenizer = find_tokenizer(args)
     corpus = open_corpus(args)
     shape = make_shape(args, corpus.vocab_size)
     check_mesh(args, shape)
@@ -406,8 +461,8 @@ def main(args: Args) -> str:
     )
     load = partial(gpt_weights.load, args.weights) if args.weights else None
     if args.sample is not None:
-        return write_sample(args, corpus, shape, make_model, load)
-    return train(args, corpus, shape, make_model, load)
+        return write_sample(args, tokenizer, shape, make_model, load)
+    return train(args, corpus, tokenizer, shape, make_model, load)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from gpt_generate import KVCache
 from jax import P
 from jaxtyping import Array, Float, Int, Key
 
@@ -304,6 +305,16 @@ class GPT(eqx.Module):
         positions = count_up(tokens) if positions is None else positions
         k1, k2 = (None, None) if key is None else jax.random.split(key)
         x, balance = self.embed(tokens, positions, k1), jnp.zeros(len(tokens))
+        if jax.sharding.get_abstract_mesh().shape.get("stage", 1) > 1:
+            x = eqxshard.parallel.pipeline(
+                self.blocks,
+                x,
+                positions,
+                segments,
+                microbatches=self.microbatches,
+                key=k2,
+            )
+            return x, balance
         carry = (x, balance) if self.shape.experts else x
         carry = eqxshard.scan_layers(
             self.blocks, carry, positions, segments, key=k2, remat=self.remat
@@ -311,24 +322,13 @@ class GPT(eqx.Module):
         x, balance = carry if self.shape.experts else (carry, balance)
         return x, balance / self.shape.layers
 
-    def losses(self, tokens, targets, positions=None, segments=None, weight=None, key=None):
-        """Each example's mean loss over its targets; over stages, one mean of all."""
-        if jax.sharding.get_abstract_mesh().shape.get("stage", 1) == 1:
-            x, balance = self.hidden(tokens, positions, segments, key)
-            return token_loss(self.head, x, targets) + 0.01 * balance
-        positions = count_up(tokens) if positions is None else positions
-        k1, k2 = (None, None) if key is None else jax.random.split(key)
-        return eqxshard.parallel.pipeline_loss(
-            token_loss,
-            self.blocks,
-            self.head,
-            self.embed(tokens, positions, k1),
-            targets,
-            args=(positions, segments),
-            microbatches=self.microbatches,
-            weight=weight,
-            key=k2,
-        )
+    def losses(self, tokens, targets, positions=None, segments=None, key=None):
+        """Each example's mean loss over its targets."""
+        x, balance = self.hidden(tokens, positions, segments, key)
+        norm, out = self.head
+        losses = nn.cross_entropy(norm(x), out, targets)
+        count = jnp.maximum(jnp.sum(targets >= 0, -1), 1)  # -1 is no target.
+        return jnp.sum(losses, -1) / count + 0.01 * balance
 
     def logits(
         self, tokens, positions=None, segments=None
@@ -337,7 +337,7 @@ class GPT(eqx.Module):
         x, _ = self.hidden(tokens, positions, segments)
         return jnp.einsum("bse,ve->bsv", norm(x), out)
 
-    def decode(self, tokens: Int[Array, "batch seq"], cache: nn.KVCache):
+    def decode(self, tokens: Int[Array, "batch seq"], cache: KVCache):
         """The logits after the last of some tokens, and the cache with these added."""
         positions = count_up(tokens) + cache.length[0]  # The same in all layers.
 
@@ -374,13 +374,6 @@ def flops_per_token(shape: Shape) -> float:
         heads=shape.heads,
         head_dim=shape.head_dim,
     )
-
-
-def token_loss(head, x, targets, *, key=None):
-    """The mean loss over the targets of each example; -1 is no target."""
-    norm, out = head
-    losses = nn.cross_entropy(norm(x), out, targets)
-    return jnp.sum(losses, -1) / jnp.maximum(jnp.sum(targets >= 0, -1), 1)
 
 
 def count_up(tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eqxshard
-from eqxshard.parallel import collectives, mixture_of_experts, pipeline, ring_attention
+from eqxshard.parallel import mixture_of_experts, pipeline, ring_attention
 
 
 class Classifier(eqx.Module):
@@ -82,7 +82,9 @@ def show_collectives(mesh, console):
     n = mesh.size
 
     def per_device(number, row):
-        key = collectives.fold_in_axes(jax.random.key(0), "data")
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+        to_next = [(i, i + 1) for i in range(n - 1)]
+        around = [*to_next, (n - 1, 0)]
         gathered = jax.lax.all_gather(number, "data", tiled=True)
         scattered = jax.lax.psum_scatter(row[0], "data", tiled=True)
         column = jax.lax.all_to_all(row, "data", 1, 0, tiled=True)
@@ -91,10 +93,10 @@ def show_collectives(mesh, console):
             "pmean: the mean": jax.lax.pmean(number.astype(float), "data")[None],
             "all_gather: all parts, on every device": gathered[None],
             "psum_scatter: to each its part of the sum": scattered[None],
-            "shift: the previous device's": collectives.shift(number, "data")[None],
-            "shift, no wrap": collectives.shift(number, "data", wrap=False)[None],
+            "ppermute: the previous device's": jax.lax.ppermute(number, "data", around),
+            "ppermute, not around": jax.lax.ppermute(number, "data", to_next),
             "all_to_all: rows become columns": column.T,
-            "fold_in_axes: a random number of its own": jax.random.uniform(key, (1, 1)),
+            "axis_index: a random number of its own": jax.random.uniform(key, (1, 1)),
         }
 
     mapped = eqxshard.filter_shard_map(per_device, mesh, (P("data"), P("data")), P("data"))

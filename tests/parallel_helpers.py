@@ -1,4 +1,4 @@
-"""Meshes in context, and a model of stacked layers in each schedule of a pipeline."""
+"""Meshes in context, and a model of stacked layers in a pipeline."""
 
 import functools as ft
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.parallel import pipeline, pipeline_loss
+from eqxshard.parallel import pipeline
 
 WIDTH, LAYERS, ROWS = 16, 8, 32
 KEY = jax.random.key(7)
@@ -25,7 +25,7 @@ RULE = eqxshard.first_match(
 
 
 class Layer(eqx.Module):
-    """Hard for a schedule: not defined at zero, dropout, arrays of integers."""
+    """Hard for a pipeline: not defined at zero, dropout, arrays of integers."""
 
     linear: eqx.nn.Linear
     dropout: eqx.nn.Dropout
@@ -86,7 +86,7 @@ def squared_error(head, h, target, key=None):
     return jnp.sum((head(h, key=key) - target) ** 2)
 
 
-def gpipe(model, batch, key, microbatches):
+def losses_of(model, batch, key, microbatches):
     h = pipeline(
         model.layers,
         jax.vmap(model.embed)(batch["x"]),
@@ -96,34 +96,14 @@ def gpipe(model, batch, key, microbatches):
     )
     keys = None
     if key is not None:
-        # The keys of pipeline_loss, so that both schedules compute the same.
         key = jax.random.fold_in(key, LAYERS)
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(h)))
     return jax.vmap(ft.partial(squared_error, model.head))(h, batch["y"], keys)
 
 
-def one_f_one_b(model, batch, key, microbatches):
-    return pipeline_loss(
-        squared_error,
-        model.layers,
-        model.head,
-        jax.vmap(model.embed)(batch["x"]),
-        batch["y"],
-        args=(batch["places"],),
-        microbatches=microbatches,
-        weight=batch["__weight__"],
-        key=key,
-    )
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
-
-def mean_loss(schedule, model, batch, key, *sizes):
+def mean_loss(model, batch, key, microbatches):
     """The mean that a step takes."""
-    losses = SCHEDULES[schedule](model, batch, key, *sizes)
-    if losses.ndim == 0:
-        return losses
+    losses = losses_of(model, batch, key, microbatches)
     return jnp.sum(losses * batch["__weight__"]) / jnp.sum(batch["__weight__"])
 
 
@@ -150,22 +130,18 @@ def on(mesh, fn):
     return inside
 
 
-def place(model, batch, mesh, rule=RULE):
-    if mesh is None:
-        return model, batch
-    model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
-    return model, jax.device_put(batch, eqxshard.batch_sharding(mesh))
-
-
-def compile_grad(schedule, mesh, microbatches, *, model, batch, key, rule=RULE):
+def compile_grad(mesh, microbatches):
     """The compiled gradient, and a function that runs it."""
-    model, batch = place(model, batch, mesh, rule)
+    model, batch, key = make_model(), make_batch(), jax.random.key(1)
+    if mesh is not None:
+        model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, RULE))
+        batch = jax.device_put(batch, eqxshard.batch_sharding(mesh))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, batch, key):
         model = eqx.combine(params, static)
         # Squared, so that the gradient that comes back is not 1.
-        return mean_loss(schedule, model, batch, key, microbatches) ** 2
+        return mean_loss(model, batch, key, microbatches) ** 2
 
     grad = jax.jit(jax.value_and_grad(on(mesh, loss)))
     compiled = grad.lower(params, batch, key).compile(UNOPTIMISED)
@@ -174,23 +150,14 @@ def compile_grad(schedule, mesh, microbatches, *, model, batch, key, rule=RULE):
 
 @ft.cache
 def expected():
-    """The loss and gradients on one device, where the schedule makes no difference."""
-    _, run = compile_grad(
-        "gpipe", None, 1, model=make_model(), batch=make_batch(), key=jax.random.key(1)
-    )
+    """The loss and gradients on one device."""
+    _, run = compile_grad(None, 1)
     return run()
 
 
 @ft.cache
-def pipelined(schedule, microbatches, **sizes):
-    compiled, run = compile_grad(
-        schedule,
-        make_mesh(**sizes),
-        microbatches,
-        model=make_model(),
-        batch=make_batch(),
-        key=jax.random.key(1),
-    )
+def pipelined(microbatches, **sizes):
+    compiled, run = compile_grad(make_mesh(**sizes), microbatches)
     return compiled, run()
 
 

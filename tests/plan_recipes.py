@@ -32,7 +32,7 @@ CASES = {
     "gpt fsdp": ("gpt.py", "--data synthetic", {"fsdp": FSDP}),
     "gpt tensor": (
         "gpt.py",
-        "--data synthetic --mesh data=2,fsdp=2,tensor=2 --vocab-size 66",
+        "--data synthetic --mesh data=2,fsdp=2,tensor=2 --vocab-size 258",
         {"data": {"all-reduce"}, "fsdp": FSDP, "tensor": {"all-reduce"}},
     ),
     "gpt packed": (

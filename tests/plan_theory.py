@@ -161,25 +161,23 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
 
 
 def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
-    """The same of the pipeline, by 1F1B."""
+    """The same of the pipeline."""
     stages, data = PIPELINE.values()
     s = SHAPE
     layer = layer_size(s) + 2 * s.embed
     table = s.vocab_size * s.embed
     activations = ROWS // data * s.seq_len * s.embed
-    # A pipeline sums gradients in float32: over the rows those of its layers and of the
-    # input's table; those of the output's table and norm over the stages, too.
-    by_rows, by_all = s.layers * layer / stages + table, table + s.embed
-    devices = stages * data
+    # Gradients are summed in float32: a stage's layers, both tables and the last norm.
+    gradients = s.layers * layer / stages + 2 * table + s.embed
     return {
         # In each tick, a microbatch to the next stage; then its gradient the way back.
         ("stage", "collective-permute"): (
             2 * (microbatches + stages - 1) * 2 * activations / microbatches
         ),
-        # The gradient of the input, which the first stage has.
-        ("stage", "all-reduce"): 2 * 4 * activations * (stages - 1) / stages,
-        ("data", "all-reduce"): 2 * 4 * by_rows * (data - 1) / data,
-        ("stage,data", "all-reduce"): 2 * 4 * by_all * (devices - 1) / devices,
+        # The output, which the last stage has, and the gradient of the input, which the
+        # first one has.
+        ("stage", "all-reduce"): 2 * 2 * 2 * activations * (stages - 1) / stages,
+        ("data", "all-reduce"): 2 * 4 * gradients * (data - 1) / data,
     }
 
 

@@ -18,12 +18,7 @@ from jaxtyping import Array, Float
 from transformer import Transformer, make_tokens, next_token_losses
 
 import eqxshard
-from eqxshard.parallel import (
-    mixture_of_experts,
-    pipeline,
-    pipeline_loss,
-    ring_attention,
-)
+from eqxshard.parallel import mixture_of_experts, pipeline, ring_attention
 
 STEPS, ROWS, SEQ, WIDTH = 20, 16, 16, 16
 FSDP, ZERO1 = eqxshard.fsdp(min_size=64), eqxshard.zero1(min_size=64)
@@ -97,17 +92,9 @@ def sequence_losses(model, batch, key):
     return jnp.mean((out - batch["y"]) ** 2, axis=(1, 2))
 
 
-def gpipe_losses(model, batch, key):
+def stage_losses(model, batch, key):
     h = pipeline(model.layers, batch["x"][:, 0], microbatches=4, key=key)
     return jnp.mean((h @ model.head.T - batch["y"][:, 0]) ** 2, axis=-1)
-
-
-def loss_of_1f1b(model, batch, key):
-    def loss_fn(head, h, target, key):
-        return jnp.mean((head @ h - target) ** 2)
-
-    x, y = batch["x"][:, 0], batch["y"][:, 0]
-    return pipeline_loss(loss_fn, model.layers, model.head, x, y, microbatches=4, key=key)
 
 
 def make_batch(seed):
@@ -128,8 +115,7 @@ SPREAD = eqxshard.first_match(
 )
 TRANSFORMER = (Transformer, next_token_losses, tokens)
 ATTENTION = (Attention, sequence_losses, make_batch)
-GPIPE = (Stages, gpipe_losses, make_batch)
-ONE_F_ONE_B = (Stages, loss_of_1f1b, make_batch)
+STAGES = (Stages, stage_losses, make_batch)
 EXPERTS = (Experts, sequence_losses, make_batch)
 
 
@@ -159,15 +145,12 @@ STRATEGIES = {
     ),
     "context": (ATTENTION, eqxshard.replicate(), {"context": 0}),
     "FSDP x context": (ATTENTION, FSDP, {"context": 0, "fsdp": 2}),
-    "stage (GPipe)": (GPIPE, STAGED, {"stage": 0}),
-    "data x stage (GPipe)": (GPIPE, STAGED, {"stage": 0, "data": 2}),
-    "stage (1F1B)": (ONE_F_ONE_B, STAGED, {"stage": 0}),
-    "data x stage (1F1B)": (ONE_F_ONE_B, STAGED, {"stage": 0, "data": 2}),
+    "stage": (STAGES, STAGED, {"stage": 0}),
+    "data x stage": (STAGES, STAGED, {"stage": 0, "data": 2}),
     "expert": (EXPERTS, SPREAD, {"expert": 0}),
     "data x expert": (EXPERTS, SPREAD, {"expert": 0, "data": 2}),
 }
-SLOW = ("ZeRO-1", "FSDP", "data x FSDP x tensor", "FSDP x context", "stage (GPipe)")
-SLOW += ("data x stage (1F1B)", "data x expert")
+SLOW = ("ZeRO-1", "FSDP", "data x FSDP x tensor", "FSDP x context", "data x expert")
 CASES = [
     (name, count)
     for name, (*_, axes) in STRATEGIES.items()

@@ -131,10 +131,9 @@ def load_weights(
 ) -> _T:
     r"""Read a model's arrays from a file, each device only its own part.
 
-    The file may be of [safetensors](https://huggingface.co/docs/safetensors) (its name ends
-    in `.safetensors`), of `equinox.tree_serialise_leaves` (`.eqx`), or of `torch.save`
-    (`.pt`, `.pth`, `.bin`; a `state_dict`, or dicts of them), which takes torch to read. No
-    code in a file is run.
+    The file is one of [safetensors](https://huggingface.co/docs/safetensors), and its name
+    ends in `.safetensors`. Files of `torch.save` and of Equinox are converted first, as the
+    guide shows.
 
     **Arguments:**
 
@@ -169,8 +168,8 @@ def load_weights(
 
     **Raises:**
 
-    `FileNotFoundError` if a file is missing; `ValueError` if one is damaged or of an
-    unknown format, or the arrays are not those of `like`: it names those that are
+    `FileNotFoundError` if a file is missing; `ValueError` if one is damaged or of
+    another format, or the arrays are not those of `like`: it names those that are
     missing, superfluous or of another shape. `TypeError` if `like` is a whole state, or
     `rename` returns something else.
 
@@ -189,7 +188,7 @@ def load_weights(
     """
     refuse_state(like, "load_weights")
     wanted, static = partition_by_path(like)
-    arrays = map_weights(Path(path), like)
+    arrays = map_weights(Path(path))
     report, fitting = match_weights(arrays, wanted, rename, transform, ignore)
     faults = [*report.different.values()]
     if not partial:
@@ -252,7 +251,7 @@ def compare_weights(
     """
     refuse_state(like, "compare_weights")
     wanted, _ = partition_by_path(like)
-    arrays = map_weights(Path(path), like)
+    arrays = map_weights(Path(path))
     return match_weights(arrays, wanted, rename, transform, ignore)[0]
 
 

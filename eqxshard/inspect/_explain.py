@@ -74,7 +74,10 @@ def explain(
     placed = dict(array_leaves(model))
     mesh = mesh or mesh_of([*placed.values()], "model", ", or give explain mesh= and rule=")
 
-    def as_placed(path: str, leaf: Any, mesh: Mesh) -> PartitionSpec:
+    def as_placed(path: str, leaf: Any, mesh: Mesh) -> PartitionSpec | None:
+        # The optimizer's state, too, which is placed nowhere yet.
+        if path not in placed or placed[path].shape != leaf.shape:
+            return None
         sharding = sharding_on_mesh(placed[path])
         return PartitionSpec() if sharding is None else sharding.spec
 

@@ -1,8 +1,7 @@
 """Parts of language models, safe on any mesh.
 
 Attention, rotary positions and the cross-entropy of next tokens, for use inside a model;
-sampling with a cache; how much of a device's power training uses. May use `sharding`,
-`transforms` and `parallel`.
+how much of a device's power training uses. May use `sharding`, `transforms` and `parallel`.
 """
 
 from ..sharding._peaks import mfu as mfu
@@ -10,7 +9,5 @@ from ..sharding._peaks import peak_flops as peak_flops
 from ._attention import attention as attention
 from ._cross_entropy import cross_entropy as cross_entropy
 from ._flops import flops_per_token as flops_per_token
-from ._generate import generate as generate
-from ._kv_cache import KVCache as KVCache
 from ._rotary import RotaryScaling as RotaryScaling
 from ._rotary import rotary as rotary

@@ -67,7 +67,7 @@ def attention(
         documents packed into one sequence, and for padding on either side, which is a
         segment of its own.
     - `offset`: with `causal`, the index among the keys of the first query, for decoding
-        with an [`eqxshard.nn.KVCache`][]; a query sees the keys up to its own index.
+        with a cache of keys and values; a query sees the keys up to its own index.
     - `scale`: the factor of the scores; `1 / sqrt(head_dim)` by default.
     - `axis`: the mesh axis that the sequence is split over, if it is.
 

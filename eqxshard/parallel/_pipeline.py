@@ -44,8 +44,7 @@ def pipeline(
     https://arxiv.org/abs/1811.06965): all microbatches go forward, then all go backward.
     Each direction takes `microbatches + stages - 1` ticks, and each stage is idle in
     `stages - 1` of them. Layers are recomputed in the backward pass, so only their inputs
-    are kept, but those of all microbatches. [`eqxshard.parallel.pipeline_loss`][] keeps
-    fewer.
+    are kept, but those of all microbatches.
 
     It runs on the mesh of the step, like [`eqxshard.constrain`][]. (Outside a step, call
     it under `jax.jit`.) Without a mesh, or with `stage=1`, the layers are applied to the
@@ -91,35 +90,36 @@ def pipeline(
         ```
     """
     args = jax.tree.map(jnp.asarray, args)
-    check_rows({"args": args}, len(x))
+    _check_rows({"args": args}, len(x))
     layer_ids, rows = jnp.arange(stacked_depth(layers)), jnp.arange(len(x))
-    stages, batch_axes = split_axes(len(layer_ids), len(x), microbatches)
+    stages, batch_axes = _split_axes(len(layer_ids), len(x), microbatches)
     last = stages - 1
     if last == 0:
-        return apply_layers(layers, layer_ids, x, args, rows, key)[0]
+        return _apply_layers(layers, layer_ids, x, args, rows, key)
 
     def gpipe(
         layers: PyTree, layer_ids: Array, inputs: PyTree, rows: Array, key: Any
     ) -> Array:
         stage = jax.lax.axis_index("stage")
+        to_next = [(stage, stage + 1) for stage in range(last)]
         layers = local_copy(layers)
-        (x, args), rows = to_microbatches((local_copy(inputs), rows), microbatches)
+        (x, args), rows = _to_microbatches((local_copy(inputs), rows), microbatches)
 
         def tick(received: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             time, new = now
             microbatch = time - stage
             h = jnp.where(stage == 0, new, received)
-            now_args, now_rows = take((args, rows), microbatch)
+            now_args, now_rows = jax.tree.map(lambda leaf: leaf[microbatch], (args, rows))
             busy = (microbatch >= 0) & (microbatch < microbatches)
-            h, _ = apply_layers(layers, layer_ids, h, now_args, now_rows, key, busy)
-            return jax.lax.ppermute(h, "stage", to_next(stages)), h
+            h = _apply_layers(layers, layer_ids, h, now_args, now_rows, key, busy)
+            return jax.lax.ppermute(h, "stage", to_next), h
 
         # Zeros enter after the last microbatch.
         entering = jnp.pad(x, [(0, last)] + [(0, 0)] * (x.ndim - 1))
         now = jnp.arange(microbatches + last), entering
         _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), now)
         # The first microbatch leaves the last stage when it has passed the others.
-        return jnp.where(stage == last, from_microbatches(out[last:]), 0)[None]
+        return jnp.where(stage == last, _from_microbatches(out[last:]), 0)[None]
 
     by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
     in_specs = (
@@ -130,14 +130,14 @@ def pipeline(
         PartitionSpec(),
     )
     out_specs = PartitionSpec("stage", batch_axes)
-    run = per_device(gpipe, batch_axes, in_specs, out_specs)
+    run = _per_device(gpipe, batch_axes, in_specs, out_specs)
     layers, inputs = copy_along(batch_axes, layers), copy_along(("stage",), (x, args))
     # Only the last stage's result is not zero, so the sum sends it to all stages. It is
-    # exact in any dtype, unlike that of `sum_copies`, which is in float32 at least.
+    # exact in any dtype.
     return jax.lax.reduce_sum(run(layers, layer_ids, inputs, rows, key), (0,))
 
 
-def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, ...]]:
+def _split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, ...]]:
     """The number of stages, and the axes of the batch; raise unless everything divides."""
     if microbatches < 1:
         raise UsageError(f"microbatches={microbatches} must be at least 1.")
@@ -163,12 +163,7 @@ def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[s
     return stages, rows
 
 
-def to_next(stages: int) -> list[tuple[int, int]]:
-    """From each stage to the next."""
-    return [(stage, stage + 1) for stage in range(stages - 1)]
-
-
-def apply_layers(
+def _apply_layers(
     layers: PyTree,
     layer_ids: Array,
     h: Array,
@@ -176,8 +171,8 @@ def apply_layers(
     rows: Array,
     key: PRNGKeyArray | None,
     busy: Array | None = None,
-) -> tuple[Array, Array]:
-    """Apply a stage's layers; return the output of the last, and the input of each.
+) -> Array:
+    """Apply a stage's layers, one after the other.
 
     A stage that is not busy computes too, on values that may lead to nan, so its weights
     and `args` get no gradient from that.
@@ -188,18 +183,14 @@ def apply_layers(
 
     # The scan already keeps XLA from merging the recomputation with the forward pass.
     @ft.partial(jax.checkpoint, prevent_cse=False)
-    def one(h: Array, layer: tuple[PyTree, Array]) -> tuple[Array, Array]:
+    def one(h: Array, layer: tuple[PyTree, Array]) -> tuple[Array, None]:
         arrays, layer_id = layer
         if busy is not None:
             arrays = jax.tree.map(ft.partial(_stop_gradient_unless, busy), arrays)
-        return apply_layer(eqx.combine(arrays, static), layer_id, h, args, rows, key), h
+        layer = eqx.combine(arrays, static)
+        return _apply_layer(layer, layer_id, h, args, rows, key), None
 
-    return jax.lax.scan(one, h, (arrays, layer_ids))
-
-
-def take(tree: PyTree, microbatch: Any) -> PyTree:
-    """The entries of one microbatch, in arrays with a leading dim of them."""
-    return jax.tree.map(lambda leaf: leaf[microbatch], tree)
+    return jax.lax.scan(one, h, (arrays, layer_ids))[0]
 
 
 def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
@@ -208,7 +199,7 @@ def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
     return jnp.where(condition, leaf, jax.lax.stop_gradient(leaf))
 
 
-def apply_layer(
+def _apply_layer(
     layer: PyTree,
     layer_id: Array,
     h: Array,
@@ -217,39 +208,29 @@ def apply_layer(
     key: PRNGKeyArray | None,
 ) -> Array:
     """Apply one layer to each example of a microbatch."""
-    out = map_examples(layer, rows, fold_in_if_given(key, layer_id), h, *args)
-    if format_example(out) != format_example(h):
+    if key is None:
+        out = jax.vmap(layer)(h, *args)
+    else:
+        key = jax.random.fold_in(key, layer_id)
+        keys = jax.vmap(ft.partial(jax.random.fold_in, key))(rows)
+        out = jax.vmap(lambda key, h, *args: layer(h, *args, key=key))(keys, h, *args)
+    if _format_example(out) != _format_example(h):
         raise UsageError(
-            f"a layer takes {format_example(h)} for each example and returns "
-            f"{format_example(out)}; have it return the same shape and dtype, for the next "
-            "layer to take."
+            f"a layer takes {_format_example(h)} for each example and returns "
+            f"{_format_example(out)}; have it return the same shape and dtype, for the "
+            "next layer to take."
         )
     return out
 
 
-def map_examples(
-    fn: Callable[..., Any], rows: Array, key: PRNGKeyArray | None, *args: PyTree
-) -> Any:
-    """Call a function for each example; if there is a key, with one for each row."""
-    if key is None:
-        return jax.vmap(fn)(*args)
-    keys = jax.vmap(ft.partial(jax.random.fold_in, key))(rows)
-    return jax.vmap(lambda key, *args: fn(*args, key=key))(keys, *args)
-
-
-def fold_in_if_given(key: PRNGKeyArray | None, data: Any) -> PRNGKeyArray | None:
-    """As `jax.random.fold_in`, if there is a key."""
-    return None if key is None else jax.random.fold_in(key, data)
-
-
-def format_example(batch: PyTree) -> str:
+def _format_example(batch: PyTree) -> str:
     """The dtype and shape of one example of a batch: `float32[16]`."""
     if not isinstance(batch, jax.Array):
         return f"a {type(batch).__name__}"
     return format_array(jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype))
 
 
-def check_rows(tree: PyTree, rows: int) -> None:
+def _check_rows(tree: PyTree, rows: int) -> None:
     """Raise unless all arrays of a PyTree have an entry for each example."""
     for path, leaf in array_leaves(tree):
         if leaf.shape[:1] != (rows,):
@@ -259,22 +240,21 @@ def check_rows(tree: PyTree, rows: int) -> None:
             )
 
 
-def to_microbatches(tree: PyTree, microbatches: int) -> PyTree:
+def _to_microbatches(tree: PyTree, microbatches: int) -> PyTree:
     """Give this device's rows a leading dim of microbatches."""
     return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), tree)
 
 
-def from_microbatches(x: Array) -> Array:
-    """The inverse of `to_microbatches`, for one array."""
+def _from_microbatches(x: Array) -> Array:
+    """The inverse of `_to_microbatches`, for one array."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
     """Give arrays a leading dim, with a copy for each device along some axes.
 
-    The sum of gradients over these axes, like that of `sum_copies`, is then left to the
-    compiler: XLA:CPU crashes if code that is per device along some of the axes only sums
-    bfloat16 with a collective.
+    The sum of gradients over these axes is then left to the compiler: XLA:CPU crashes if
+    code that is per device along some of the axes only sums bfloat16 with a collective.
     """
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in axes)
@@ -290,12 +270,7 @@ def local_copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, tree)
 
 
-def sum_copies(tree: PyTree) -> PyTree:
-    """Sum the results of devices along some axes, each with a leading dim of one."""
-    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
-
-
-def per_device(
+def _per_device(
     fn: Callable[..., Any], batch_axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Map a function over the stages and the rows; other axes are left to the compiler."""

@@ -97,7 +97,7 @@ class fsdp(AbstractRule):
             note = f"replicated: no dim of {shape} divides by {format_sizes(sizes)}"
             return Decision(PartitionSpec(), self.label, note, undivided=True)
         # A rule about sizes does not fail on an annotation that is wrong.
-        names = dict(enumerate(read_dims(leaf)[0]))
+        names = dict(enumerate(_read_dims(leaf)[0]))
         dim = max(dims, key=lambda d: (not taken[d], names.get(d) != "vocab", shape[d]))
         return Decision(PartitionSpec(*[None] * dim, self.axis), self.label)
 
@@ -291,7 +291,7 @@ class by_dim(AbstractRule):
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """Split each dim that has one of the names."""
         axes = dict(self.axes)
-        dims, wrong = read_dims(leaf)
+        dims, wrong = _read_dims(leaf)
         if wrong is not None and not wrong.words.isdisjoint(axes):
             raise wrong
         named = [dim for dim in dims if dim is not None and dim in axes]
@@ -308,7 +308,7 @@ class by_dim(AbstractRule):
             for axis in axes_of(entry):
                 check_axis(axis, mesh, "by_dim")
         found, wrong = set[str](), list[AnnotationError]()
-        for dims, error in map(read_dims, leaves.values()):
+        for dims, error in map(_read_dims, leaves.values()):
             found.update(filter(None, dims))
             if error is not None:
                 # If it has one of the names, this is an error where the rule decides.
@@ -332,7 +332,7 @@ class by_dim(AbstractRule):
         return f"by_dim({dict(self.axes)})"
 
 
-def read_dims(
+def _read_dims(
     leaf: jax.ShapeDtypeStruct,
 ) -> tuple[tuple[str | None, ...], AnnotationError | None]:
     """The names of a leaf's dims, if there are any, and what is wrong with annotations."""

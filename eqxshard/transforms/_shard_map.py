@@ -43,7 +43,7 @@ class _FilterShardMap:
             nonlocal static_out
             fn, args = eqx.combine(arrays, static)
             out = fn(*args)
-            broadcast_specs(self.out_specs, out, "out_specs", "result")
+            _broadcast_specs(self.out_specs, out, "out_specs", "result")
             arrays_out, static_out = eqx.partition(out, eqx.is_array)
             return arrays_out
 
@@ -65,7 +65,7 @@ class _FilterShardMap:
                 f"in_specs has {len(self.in_specs)} entries for {len(args)} positional "
                 "arguments; give one for each, or one PartitionSpec for all."
             )
-        for path, leaf, spec in broadcast_specs(self.in_specs, args, "in_specs", "args"):
+        for path, leaf, spec in _broadcast_specs(self.in_specs, args, "in_specs", "args"):
             check_spec(path, leaf.shape, spec, mesh)
         _check_all_specs(self.out_specs, "out_specs")
         used = {a for spec in jax.tree.leaves(self.out_specs) for a in spec_axes(spec)}
@@ -87,8 +87,7 @@ def filter_shard_map(
     Like [`jax.shard_map`][], for PyTrees of anything: arrays are split and reassembled;
     everything else (functions, strings, numbers, `None`) is static, the same on every
     device, and passes through unchanged in both directions. Inside `fn`, devices
-    communicate by the collectives of `jax.lax` and of
-    [`eqxshard.parallel.collectives`][].
+    communicate by the collectives of `jax.lax`.
 
     Like JAX's, it compiles nothing by itself: call it inside [`eqxshard.filter_jit`][].
 
@@ -136,8 +135,8 @@ def filter_shard_map(
     return ft.update_wrapper(mapped, fn, updated=())
 
 
-def broadcast_specs(
-    specs: PyTree, tree: PyTree, name: str, root: str = ""
+def _broadcast_specs(
+    specs: PyTree, tree: PyTree, name: str, root: str
 ) -> list[tuple[str, Any, PartitionSpec]]:
     """For each array of `tree`: its path, the array, and its spec from a prefix of `tree`.
 
@@ -151,7 +150,7 @@ def broadcast_specs(
         )
     except ValueError as error:
         raise UsageError(
-            f"{name} is not a prefix of {root or 'the PyTree'}; give one PartitionSpec for "
+            f"{name} is not a prefix of {root}; give one PartitionSpec for "
             f"all of it, or a PyTree like it. ({error})"
         ) from None
     found: list[tuple[str, Any, PartitionSpec]] = []

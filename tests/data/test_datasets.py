@@ -110,7 +110,7 @@ def test_files_are_found_where_they_may_be(tiny, tmp_path, monkeypatch, where):
 def test_missing_files_are_downloaded(tiny, tmp_path):
     assert_tiny(fashion_mnist("train", data_dir=tmp_path))
     corpus = shakespeare(tmp_path)
-    assert corpus.name == "shakespeare" and corpus.vocab_size == len(set(TEXT))
+    assert corpus.name == "shakespeare" and corpus.vocab_size == 257
     assert len(corpus.train) == int(0.9 * len(TEXT))
     assert len(corpus.train) + len(corpus.valid) == len(TEXT)
 
@@ -127,7 +127,7 @@ def test_the_real_data():
         assert image.mean() / 255 == pytest.approx(0.2860, abs=2e-3)
     corpus = shakespeare(REAL)
     assert (len(corpus.train), len(corpus.valid)) == (1_003_854, 111_540)
-    assert corpus.vocab_size == 65
+    assert corpus.vocab_size == 257
 
 
 def test_mistakes_are_errors(tmp_path, unannotated):

@@ -1,5 +1,4 @@
 import functools as ft
-from collections import Counter
 from typing import Any
 
 import equinox as eqx
@@ -13,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from parallel_helpers import (
     KEY,
     ROWS,
-    SCHEDULES,
     UNOPTIMISED,
     WIDTH,
     Apply,
     expected,
+    losses_of,
     make_batch,
     make_mesh,
     make_model,
@@ -30,7 +29,7 @@ from parallel_helpers import (
 
 import eqxshard
 from eqxshard import testing
-from eqxshard.parallel import pipeline, pipeline_loss
+from eqxshard.parallel import pipeline
 
 # The same on every mesh
 
@@ -48,63 +47,46 @@ def test_without_a_mesh_layers_are_applied_in_turn():
         losses = jnp.sum((jax.vmap(model.head)(h) - batch["y"]) ** 2, axis=-1)
         return jnp.sum(losses * batch["__weight__"]) / jnp.sum(batch["__weight__"])
 
-    def pipelined(schedule, model):
-        return mean_loss(schedule, model, batch, None, 4)
+    def pipelined(model):
+        return mean_loss(model, batch, None, 4)
 
-    fns = (by_hand, *(ft.partial(pipelined, schedule) for schedule in SCHEDULES))
+    fns = by_hand, pipelined
     grads = eqx.filter_jit(lambda model: [eqx.filter_value_and_grad(f)(model) for f in fns])
-    expected, *results = grads(model)
-    for result in results:
-        assert relative(result, expected) < 1e-6
+    expected, found = grads(model)
+    assert relative(found, expected) < 1e-6
 
 
-QUICK: list[tuple] = [
-    ("gpipe", 4, dict(stage=4, data=2)),
-    ("1f1b", 8, dict(stage=4, data=2)),
-]
+QUICK: list[tuple] = [(4, dict(stage=4, data=2))]
 #: Fewer microbatches than stages.
-SLOW: list[tuple] = [
-    ("gpipe", 4, dict(stage=8)),
-    ("1f1b", 4, dict(stage=8)),
-]
-MORE = [
-    (schedule, microbatches, sizes)
-    for microbatches, sizes in (
-        (4, dict(stage=1)),
-        (8, dict(stage=2)),
-        (4, dict(stage=4)),
-        (8, dict(stage=8)),
-        (4, dict(stage=2, data=2)),
-        (8, dict(stage=2, data=2, fsdp=2)),
-    )
-    for schedule in SCHEDULES
+SLOW: list[tuple] = [(4, dict(stage=8))]
+MORE: list[tuple] = [
+    (4, dict(stage=1)),
+    (8, dict(stage=2)),
+    (4, dict(stage=4)),
+    (8, dict(stage=8)),
+    (4, dict(stage=2, data=2)),
+    (8, dict(stage=4, data=2)),
+    (8, dict(stage=2, data=2, fsdp=2)),
 ]
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "schedule, microbatches, sizes", graded([*QUICK, *SLOW, *MORE], QUICK, SLOW)
-)
-def test_loss_and_gradients_equal_one_device(schedule, microbatches, sizes):
-    _, result = pipelined(schedule, microbatches, **sizes)
+@pytest.mark.parametrize("microbatches, sizes", graded([*QUICK, *SLOW, *MORE], QUICK, SLOW))
+def test_loss_and_gradients_equal_one_device(microbatches, sizes):
+    _, result = pipelined(microbatches, **sizes)
     assert relative(result, expected()) < 1e-6
 
 
-@pytest.mark.parametrize("schedule, microbatches, sizes", QUICK)
-def test_collectives(schedule, microbatches, sizes):
-    compiled, _ = pipelined(schedule, microbatches, **sizes)
+@pytest.mark.parametrize("microbatches, sizes", QUICK)
+def test_collectives(microbatches, sizes):
+    compiled, _ = pipelined(microbatches, **sizes)
     stages, data = sizes["stage"], sizes["data"]
     found = testing.collectives(compiled)
     # The activations of a microbatch, once for each tick forward and each tick backward.
     sent = [op for op in found.ops if op.kind == "collective-permute"]
     for op in sent:
         assert op.shapes == (f"f32[{ROWS // data // microbatches},{WIDTH}]",)
-    ticks = [op.times for op in sent]
-    if schedule == "gpipe":
-        assert ticks == [microbatches + stages - 1] * 2
-    else:
-        # Before the first loss and after the last, stages go one way only.
-        assert Counter(ticks) == Counter([stages - 1] * 2 + [microbatches] * 2)
+    assert [op.times for op in sent] == [microbatches + stages - 1] * 2
     # Weights stay where they are. Activations and gradients are summed once, at the end.
     assert found.counts.keys() == {"collective-permute", "all-reduce"}
     assert all(op.times == 1 for op in found.ops if op.kind == "all-reduce")
@@ -132,8 +114,7 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
     np.testing.assert_array_equal(drawn(make_mesh(stage=2, data=2), 4), values)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_layers_may_use_collectives_along_other_axes(schedule):
+def test_layers_may_use_collectives_along_other_axes():
     # If stages did different things at a time, their layers' messages would get mixed up.
     def ring(h):
         size = jax.lax.axis_size("context")
@@ -150,11 +131,7 @@ def test_layers_may_use_collectives_along_other_axes(schedule):
 
     def grad(fn, mesh):
         def loss(scales, x):
-            layers = Apply(scales, fn)
-            if schedule == "gpipe":
-                return jnp.mean(pipeline(layers, x, microbatches=4) ** 2)
-            loss_fn = lambda head, h, target: jnp.mean(h**2)  # noqa: E731
-            return pipeline_loss(loss_fn, layers, None, x, None, microbatches=4)
+            return jnp.mean(pipeline(Apply(scales, fn), x, microbatches=4) ** 2)
 
         scales, x = jnp.linspace(1, 2, 4), jax.random.normal(KEY, (8, 8))
         if mesh is not None:
@@ -169,7 +146,7 @@ def test_layers_may_use_collectives_along_other_axes(schedule):
 # Ticks and memory
 
 
-def temporary_bytes(schedule, rows, microbatches, width=64, layers=16):
+def temporary_bytes(rows, microbatches, width=64, layers=16):
     """The temporary memory of gradients on 4 stages."""
 
     def struct(spec, *shape):
@@ -181,31 +158,22 @@ def temporary_bytes(schedule, rows, microbatches, width=64, layers=16):
     stack: Any = Apply(param, lambda weight, h: jax.nn.gelu(weight @ h))  # pyright: ignore
     x = struct(P(("data", "fsdp")), rows, width)
 
-    def gpipe(stack, x):
+    def loss(stack, x):
         return jnp.mean(pipeline(stack, x, microbatches=microbatches))
 
-    def one_f_one_b(stack, x):
-        loss_fn = lambda head, h, target: jnp.mean(h)  # noqa: E731
-        return pipeline_loss(loss_fn, stack, None, x, None, microbatches=microbatches)
-
-    loss = {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule]
     grad = jax.jit(jax.grad(on(mesh, loss), (0, 1)))
     memory = grad.lower(stack, x).compile(UNOPTIMISED).memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    "schedule, least, most",
-    # GPipe keeps the input of each of a stage's 4 layers, the input and output of each
-    # tick, and their gradient; 1F1B at most the gradient of the input.
-    [("gpipe", 5, 8), ("1f1b", 0, 1)],
-)
-def test_memory_per_microbatch(schedule, least, most):
+def test_memory_per_microbatch():
     """Its growth with each additional microbatch, in units of their activations."""
-    few, many = (temporary_bytes(schedule, 16 * n, n) for n in (4, 16))
+    few, many = (temporary_bytes(16 * n, n) for n in (4, 16))
     growth = (many - few) / 12 / (16 * 64 * 4)
-    assert least <= growth <= most
+    # The input of each of a stage's 4 layers, the input and output of each tick, and
+    # their gradient.
+    assert 5 <= growth <= 8
 
 
 # Mistakes
@@ -215,53 +183,20 @@ X = jnp.ones((8, 4))
 SCALE = Apply(jnp.ones(2), lambda scale, h: scale * h)
 
 
-@pytest.mark.parametrize("name", ["args", "target", "weight"])
-def test_1f1b_does_not_differentiate_what_is_not_trained(name):
-    def run(stage, stop=lambda h: h):
-        def loss(h):
-            given = {"args": (), "target": {"y": X, "of": jnp.arange(8)}, "weight": None}
-            given[name] = {"args": (stop(h),), "target": {"y": stop(h)}}.get(name, stop(h))
-            return pipeline_loss(
-                lambda head, h, target: jnp.sum(h),
-                Apply(jnp.ones(2), lambda scale, h, *args: scale * h),
-                None,
-                X + h[:, None],
-                microbatches=2,
-                **given,
-            )
-
-        trace(lambda: jax.jit(jax.grad(loss))(jnp.ones(8)), stage=stage)
-
-    with pytest.raises(ValueError, match=r"has no gradient of .*; use jax\.lax\.stop_grad"):
-        run(stage=2)
-    run(stage=2, stop=jax.lax.stop_gradient)
-    run(stage=1)
-
-
-def test_a_batch_without_weight_has_no_loss():
-    loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
-    x, weight = jnp.full((8, 4), jnp.inf), np.zeros(8)
-    assert pipeline_loss(loss_fn, SCALE, None, x, None, microbatches=2, weight=weight) == 0
-
-
-def sized(rows=ROWS, microbatches=4, schedule="1f1b"):
+def sized(rows=ROWS, microbatches=4):
     batch = jax.tree.map(jnp.asarray, make_batch(rows))
-    return SCHEDULES[schedule](make_model(), batch, KEY, microbatches)
+    return losses_of(make_model(), batch, KEY, microbatches)
 
 
 def of_layers(fn):
     return pipeline(Apply(jnp.ones(2), fn), X, microbatches=2)
 
 
-def of_loss(fn, target=None):
-    return pipeline_loss(fn, SCALE, None, X, target, microbatches=2)
-
-
 #: A word of what is said, the call, and the mesh.
 MISTAKES: dict[str, tuple[Any, dict[str, int]]] = {
     "8 layers do not divide over stage=3; use a mu": (sized, dict(stage=3)),
     "a batch of 24 .* 4 devices, .* use a multiple of 16 examples, or fewer microbatches": (
-        ft.partial(sized, rows=24, schedule="gpipe"),
+        ft.partial(sized, rows=24),
         dict(stage=2, data=2, fsdp=2),
     ),
     "microbatches=0 must be at least 1": (ft.partial(sized, microbatches=0), {}),
@@ -273,16 +208,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, int]]] = {
         lambda: of_layers(lambda scale, h: (h, h)),
         {},
     ),
-    r"loss_fn returns float32\[4\] for each example; have it return a scalar": (
-        lambda: of_loss(lambda head, h, target: h),
-        dict(stage=2),
-    ),
     r"args.1.segments has the shape \(4,\) for a batch of 8; give it one entry": (
         lambda: pipeline(SCALE, X, None, {"segments": np.ones(4)}, microbatches=1),
-        {},
-    ),
-    r"target.y has the shape \(3,\) for a batch of 8": (
-        lambda: of_loss(lambda head, h, target: jnp.sum(h), {"y": jnp.ones(3)}),
         {},
     ),
 }

@@ -1,6 +1,7 @@
 """The language model recipe: the same on every mesh, its options, its text."""
 
 import re
+import sys
 from functools import partial
 
 import equinox as eqx
@@ -40,8 +41,6 @@ MESHES = [
 ]
 
 
-# Of a loss that is a mean of all rows, as over stages: here each row counts the same.
-@pytest.mark.filterwarnings("ignore:loss. one number for a batch:UserWarning")
 @pytest.mark.parametrize("mesh, changes", graded(MESHES, slow=MESHES[:1]))
 def test_a_mesh_has_the_losses_of_one_device(mesh, changes):
     # With dropout, packed documents and accumulation.
@@ -77,7 +76,11 @@ def words(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_path):
+def test_training_logs_what_it_costs_and_resumes_and_writes(
+    main, words, tmp_path, monkeypatch
+):
+    # Bytes need no package.
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     options = ["--data", words, *SHORT, "--log-every", 5, "--evaluate-every", 20]
     options += ["--eval-windows", 16, "--steps", 40, "--output", tmp_path / "run"]
     status, out, err = main(*options)
@@ -86,7 +89,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     assert re.fullmatch(last, out.splitlines()[-1]), out
     lines = read_lines(tmp_path / "run")
     evaluations = [line for line in lines if "eval/loss" in line]
-    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"] < 3.2
+    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"] < 5
     for line in evaluations:
         expected = np.exp(line["eval/loss"])
         assert line["eval/perplexity"] == pytest.approx(expected, rel=1e-5)
@@ -97,7 +100,8 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     # Nothing is left to train.
     status, out, err = main(*options, "--resume", "yes", "--sample", "the quick ")
     assert (status, err) == (0, "")
-    assert out.startswith("the quick ") and len(out) == len("the quick ") + 40 + 1
+    # Some of the 40 bytes may be parts of characters.
+    assert out.startswith("the quick ") and 0 < len(out) - len("the quick \n") <= 40
 
 
 @pytest.mark.slow
@@ -113,11 +117,14 @@ MISTAKES = {
     "--mesh tensor=8 --devices 8": "--kv-heads 2 does not divide over tensor=8",
     "--mesh stage=2 --devices 2 --experts 2": "experts",
     "--heads 3": "embed=64 does not divide over heads=3",
-    "--vocab-size 20": "the text has 29 different tokens, and the model 20",
+    "--vocab-size 20": "the text has 257 different tokens, and the model 20",
     "--seq-len 9999999": "9,999,999 needs 10,000,000",
     "--learning-rate 0": "--learning-rate 0.0 is not positive",
     "--data nowhere.txt": "there is no nowhere.txt",
     "--sample hello": "there is no checkpoint",
+    "--tokenizer t.json": "whose tokens are its bytes; give --data a folder that",
+    "--tokenizer nowhere.json --sample hello": "there is no nowhere.json",
+    "--tokenizer words.txt --sample hello": "words.txt is not a tokenizer of Hugging",
     "--weights nowhere": "nowhere",
 }
 

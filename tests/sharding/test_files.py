@@ -123,15 +123,13 @@ def test_paths_that_are_too_long_are_a_sentence(tmp_path, monkeypatch, make, pat
 
 def test_nothing_makes_a_folder_of_a_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("text")
     monkeypatch.setenv("EQXSHARD_DATA_DIR", "gs://bucket/data")
     url = Path("gs://bucket/x")
     for make in (
         lambda: eqxshard.run.RunFolder(url),
         lambda: eqxshard.data.load_fashion_mnist("fashion_mnist"),
         lambda: eqxshard.save_weights(url, {}),
-        lambda: eqxshard.data.text.prepare("text.txt", url, "tokenizer.json"),
     ):
         with pytest.raises(ValueError, match="is a URL; give a path on this machine"):
             make()
-    assert [*tmp_path.iterdir()] == [tmp_path / "text.txt"]
+    assert [*tmp_path.iterdir()] == []

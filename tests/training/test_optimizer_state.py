@@ -145,45 +145,50 @@ def explained(name, rule):
     return eqxshard.explain(shapes, make_mesh(rule), RULES[rule], optim=OPTIMS[name])
 
 
+WHOLE, ROWS, COLUMNS = P(), P("fsdp"), P(None, "fsdp")
+
+
 @pytest.mark.parametrize(
-    "name, path, both, fsdp, tensor",
+    "name, path, both, fsdp, tensor, by_path",
     [
-        # Of `mlp embed`, which is split over tensor and fsdp, or its first dim over one.
-        ("adafactor", "0.v_row.layers.0.up", P("fsdp"), P(), P()),
-        ("adafactor", "0.v_col.layers.0.up", P("tensor"), P("fsdp"), P("tensor")),
-        # Nobody knows which dim of a square this is, and it is smaller than `min_size`.
-        ("adafactor", "0.v_col.layers.0.square", P(), P(), P()),
-        ("sm3", "0.mu.layers.1.up.0", P("tensor"), P("fsdp"), P("tensor")),
-        ("sm3", "0.mu.layers.1.up.1", P("fsdp"), P(), P()),
-        # A matrix of one dim is split by it once, and then by the rule.
-        ("shampoo", "pairs.layers.0.up.0.0", P("tensor", "fsdp"), P("fsdp"), P("tensor")),
-        ("shampoo", "pairs.layers.1.up.1.1", P("fsdp"), P("fsdp"), P()),
-        ("galore", "0.projector.layers.0.up", P("tensor", "fsdp"), P("fsdp"), P("tensor")),
-        (
-            "galore",
-            "0.base_optimizer_state.mu.layers.0.up",
-            P(None, "fsdp"),
-            P(None, "fsdp"),
-            P(),
-        ),
-        # A history of parameters is split as they are.
-        (
-            "lbfgs",
-            "0.diff_params_memory.layers.0.up",
-            P(None, "tensor", "fsdp"),
-            P(None, "fsdp"),
-            P(None, "tensor"),
-        ),
-        ("flat", "0.mu", P("fsdp"), P("fsdp"), P()),
-        ("muon", "inner_states.muon.inner_state.0.ns_coeffs", P(), P(), P()),
+        # Smaller than `min_size`; and specs of two entries are not for vectors.
+        ("adafactor", "0.v_row.layers.0.up", WHOLE, WHOLE, WHOLE, WHOLE),
+        ("adafactor", "0.v_col.layers.0.up", WHOLE, WHOLE, WHOLE, WHOLE),
+        ("sm3", "0.mu.layers.1.up.0", WHOLE, WHOLE, WHOLE, WHOLE),
+        # Square matrices of 32 and of 16 rows.
+        ("shampoo", "pairs.layers.0.up.0.0", ROWS, ROWS, WHOLE, P("tensor", None)),
+        ("soap", "pairs.layers.1.up.1.1", ROWS, ROWS, WHOLE, P("tensor", None)),
+        ("galore", "0.projector.layers.0.up", ROWS, ROWS, WHOLE, P("tensor", None)),
+        # Of a history of three, the second dim is the first of the parameter.
+        ("lbfgs", "0.diff_params_memory.layers.0.up", COLUMNS, COLUMNS, WHOLE, WHOLE),
+        # For no parameter alone.
+        ("flat", "0.mu", ROWS, ROWS, WHOLE, WHOLE),
+        ("muon", "inner_states.muon.inner_state.0.ns_coeffs", *[WHOLE] * 4),
     ],
 )
-def test_dims_of_the_parameter_are_split_like_its_own(name, path, both, fsdp, tensor):
+def test_the_rule_decides_about_other_shapes(name, path, both, fsdp, tensor, by_path):
+    rules = ("both", "fsdp", "tensor", "by path")
     found = {
         rule: next(x.spec for x in explained(name, rule).other_shapes if x.path == path)
-        for rule in ("both", "fsdp", "tensor")
+        for rule in rules
     }
-    assert found == {"both": both, "fsdp": fsdp, "tensor": tensor}
+    assert found == dict(zip(rules, (both, fsdp, tensor, by_path)))
+
+
+def test_an_error_of_the_users_rule_is_an_error():
+    def of_matrices(path, leaf, mesh):
+        return P("fsdp" if leaf.shape[1] % 4 == 0 else None)
+
+    def whatever_the_shape(path, leaf, mesh):
+        return P(None, "fsdp") if path.endswith("up") else P()
+
+    shapes = eqx.filter_eval_shape(lambda key: {"up": Layer(key).up}, KEY)
+    explain = functools.partial(eqxshard.explain, optim=OPTIMS["adafactor"])
+    with pytest.raises(IndexError):
+        explain(shapes, make_mesh("fsdp"), of_matrices)
+    says = r"not fit opt_state\.0\.v_row\.up, which is not shaped like .*: up \(16,\)"
+    with pytest.raises(ValueError, match=says):
+        explain(shapes, make_mesh("fsdp"), whatever_the_shape)
 
 
 def loss_fn(model, batch, key):
@@ -240,8 +245,8 @@ def test_two_steps_are_those_of_one_device(name, rule, stacked):
 def test_what_is_replicated_is_explained_and_why():
     by_path = explained("sm3", "by path")
     notes = {leaf.path: leaf.note for leaf in by_path.other_shapes if leaf.note}
-    assert len(notes) == 6 and "no spec for this shape" in notes["0.mu.layers.0.up.1"]
-    assert "replicated: 384 B" in str(by_path)
+    assert len(notes) == 8 and "no spec for this shape" in notes["0.mu.layers.0.up.1"]
+    assert "replicated: 640 B" in str(by_path)
     rows = {leaf.path: leaf for leaf in explained("shampoo", "fsdp").other_shapes}
     assert not any(leaf.note for leaf in rows.values())
     odd = {"a": jax.ShapeDtypeStruct((33, 64), jnp.float32)}
@@ -272,3 +277,12 @@ def test_lint_finds_what_is_larger_than_its_parameter():
     found = [x for x in eqxshard.lint(train_step, state, batch) if x.kind == "whole"]
     assert [x.leaf for x in found] == ["opt_state.pairs.a.0.0", "opt_state.pairs.a.0.1"]
     assert "is whole on every device, and its parameter is not" in str(found[0])
+
+
+def test_without_a_rule_the_state_of_other_shapes_is_nowhere_yet():
+    rows = jax.NamedSharding(make_mesh("fsdp"), ROWS)
+    params = jax.device_put({"up": jnp.zeros((32, 16))}, rows)
+    found = eqxshard.explain(params, optim=OPTIMS["adafactor"])
+    assert found.leaves[0].spec == ROWS
+    factors = [x.spec for x in found.other_shapes]
+    assert len(factors) == 2 and set(factors) == {WHOLE}

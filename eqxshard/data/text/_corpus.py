@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from ..._errors import UsageError, UsageFileError
+from ...sharding._files import open_file
 from .._datasets import dataset_folder, read_file
-from ._prepare import read_parts
-from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from ._bytes import ByteTokenizer
 from ._tokens import TokenArray, TokenFiles, Tokens, is_prepared
 
 _SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -24,40 +24,30 @@ class Corpus:
     these.
 
     - `train`, `valid`: the [`eqxshard.data.text.Tokens`][].
-    - `tokenizer`: the [`eqxshard.data.text.Tokenizer`][] that made them; None if unknown.
     - `name`: of the text, for logs and summaries.
     """
 
     train: Tokens
     valid: Tokens
-    tokenizer: Tokenizer | None
     name: str = ""
 
     @property
     def vocab_size(self) -> int:
         """The number of different tokens, which a model must have at least."""
-        known = 0 if self.tokenizer is None else self.tokenizer.vocab_size
-        return max(known, self.train.vocab_size, self.valid.vocab_size)
+        return max(self.train.vocab_size, self.valid.vocab_size)
 
 
-def open_corpus(
-    path: str | os.PathLike[str],
-    *,
-    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
-    valid: float = 0.1,
-) -> Corpus:
+def open_corpus(path: str | os.PathLike[str], *, valid: float = 0.1) -> Corpus:
     """A text to train on and one to evaluate on.
 
     **Arguments:**
 
     - `path`: one of
-        - a file of text, `.txt`, which is encoded in memory;
-        - a folder that [`eqxshard.data.text.prepare`][] wrote;
+        - a file of text, `.txt`, whose tokens are its bytes, those of an
+            [`eqxshard.data.text.ByteTokenizer`][];
+        - a folder of prepared text, such as `recipes/prepare_text.py` writes;
         - a folder with two such folders, `train` and `valid`;
         - a folder with `train.bin` and `val.bin`, as nanoGPT prepares them.
-    - `tokenizer`: for a `.txt` file, what [`eqxshard.data.text.load_tokenizer`][] takes,
-        or a tokenizer; by default `"char"`. For folders, one to use if there is no
-        `tokenizer.json`.
     - `valid`: the part of the tokens to evaluate on, from the end, where `path` does not
         say. A folder is split where the nearest document ends.
 
@@ -85,24 +75,19 @@ def open_corpus(
             f"there is no {path}; give a .txt file or a folder of token files."
         )
     if path.is_file() and path.suffix == ".txt":
-        text = "".join(part.text for part in read_parts([path]))
-        return _encode_corpus(text, tokenizer or "char", valid, path.stem)
+        with open_file(path) as file:
+            return _split_text(file.read(), valid, path.stem)
     if is_prepared(path):
         tokens = TokenFiles(path)
         cut = _cut(tokens, valid)
         train, held_out = TokenFiles(path, stop=cut), TokenFiles(path, start=cut)
     else:
         train, held_out = map(TokenFiles, _find_parts(path))
-    found = _find_tokenizer([path, path / "train"], tokenizer)
-    return Corpus(train, held_out, found, path.resolve().name)
+    return Corpus(train, held_out, path.resolve().name)
 
 
-def shakespeare(
-    data_dir: str | os.PathLike[str] | None = None,
-    *,
-    tokenizer: str | os.PathLike[str] | Tokenizer = "char",
-) -> Corpus:
-    """Plays of Shakespeare: 1,115,394 characters, 65 different ones.
+def shakespeare(data_dir: str | os.PathLike[str] | None = None) -> Corpus:
+    """Plays of Shakespeare: 1,115,394 bytes, 65 different ones.
 
     The first 90 % are to train on and the last 10 % to evaluate on, as in
     [nanoGPT](https://github.com/karpathy/nanoGPT).
@@ -114,7 +99,6 @@ def shakespeare(
     **Arguments:**
 
     - `data_dir`: the directory to read from.
-    - `tokenizer`: as for [`eqxshard.data.text.open_corpus`][].
 
     **Returns:**
 
@@ -132,24 +116,20 @@ def shakespeare(
         ```
     """
     path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
-    text = read_file(path, _URL, _SHA256).decode()
-    return _encode_corpus(text, tokenizer, 0.1, "shakespeare")
+    return _split_text(read_file(path, _URL, _SHA256), 0.1, "shakespeare")
 
 
-def _encode_corpus(
-    text: str, tokenizer: str | os.PathLike[str] | Tokenizer, valid: float, name: str
-) -> Corpus:
+def _split_text(text: bytes, valid: float, name: str) -> Corpus:
     """The corpus of a text in memory, whose last part is to evaluate on."""
     if not text:
         raise UsageError(f"the text {name} is empty; give one with at least a character.")
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer, text=text)
-    cut = int(len(text) * (1 - valid))
+    tokens = np.frombuffer(text, np.uint8)
+    cut = int(len(tokens) * (1 - valid))
     train, held_out = (
-        TokenArray(tokenizer.encode(part), vocab_size=tokenizer.vocab_size)
-        for part in (text[:cut], text[cut:])
+        TokenArray(part, vocab_size=ByteTokenizer.vocab_size)
+        for part in (tokens[:cut], tokens[cut:])
     )
-    return Corpus(train, held_out, tokenizer, name)
+    return Corpus(train, held_out, name)
 
 
 def _cut(tokens: TokenFiles, valid: float) -> int:
@@ -176,17 +156,6 @@ def _find_parts(folder: Path) -> tuple[Path, Path]:
         if train.exists() and valid.exists():
             return train, valid
     raise UsageError(
-        f"{folder} is not a corpus; give a .txt file, a folder that python -m "
-        "eqxshard.data.text wrote, or one with train.bin and val.bin."
+        f"{folder} is not a corpus; give a .txt file, a folder that "
+        "recipes/prepare_text.py wrote, or one with train.bin and val.bin."
     )
-
-
-def _find_tokenizer(
-    folders: list[Path], given: str | os.PathLike[str] | Tokenizer | None
-) -> Tokenizer | None:
-    for folder in folders:
-        if (folder / TOKENIZER_FILE).is_file():
-            return load_tokenizer(folder / TOKENIZER_FILE)
-    if given is None or isinstance(given, Tokenizer):
-        return given
-    return load_tokenizer(given)

@@ -2,8 +2,9 @@
 
 A prepared folder has `tokens.bin`, all tokens as unsigned integers of the smallest size
 that holds the vocabulary; `ends.bin`, where each document ends, in uint64; and
-`prepared.json`, the record of how they were made, which is written last. nanoGPT's files,
-`.bin`, are uint16 tokens and nothing else.
+`prepared.json`, the record of how many of each there are, which is written last.
+`recipes/prepare_text.py` writes such a folder. nanoGPT's files, `.bin`, are uint16 tokens
+and nothing else.
 """
 
 import functools
@@ -19,7 +20,7 @@ from numpy.typing import ArrayLike
 from ..._errors import UsageError, UsageFileError
 from ...sharding._files import open_file, read_json
 
-RECORD_FILE, TOKENS_FILE, ENDS_FILE = "prepared.json", "tokens.bin", "ends.bin"
+_RECORD_FILE, _TOKENS_FILE, _ENDS_FILE = "prepared.json", "tokens.bin", "ends.bin"
 
 
 @runtime_checkable
@@ -66,7 +67,7 @@ class TokenArray:
     !!! Example
 
         ```python
-        tokens = eqxshard.data.text.TokenArray(tokenizer.encode(text), vocab_size=65)
+        tokens = eqxshard.data.text.TokenArray(tokenizer.encode(text), vocab_size=257)
         ```
     """
 
@@ -118,8 +119,12 @@ class TokenFiles:
 
     **Arguments:**
 
-    - `path`: a folder that [`eqxshard.data.text.prepare`][] wrote, or a file of nanoGPT's,
-        `.bin`: one document of tokens in uint16, without a header.
+    - `path`: a folder of prepared text, or a file of nanoGPT's, `.bin`: one document of
+        tokens in uint16, without a header. The folder has
+        - `tokens.bin`: the tokens of all documents, one after another, as unsigned integers
+            of the smallest size that holds the vocabulary, little-endian;
+        - `ends.bin`: the index after the last token of each document, in uint64;
+        - `prepared.json`: `{"vocab_size": 257, "tokens": 1000, "documents": 10}`.
     - `start`, `stop`: the range of tokens to read, such as the last 10 %, as of a slice. A
         document that it cuts is shorter in it.
 
@@ -143,10 +148,10 @@ class TokenFiles:
         self.path = Path(path)
         if not self.path.exists():
             raise UsageFileError(f"there is no {self.path}; give a file that exists.")
-        self._record = read_record(self.path) if self.path.is_dir() else None
+        self._record = _read_record(self.path) if self.path.is_dir() else None
         if self._record is not None:
-            dtype = token_dtype(self._record["vocab_size"])
-            tokens = _map(self.path / TOKENS_FILE, dtype, self._record["tokens"])
+            dtype = np.min_scalar_type(self._record["vocab_size"] - 1).newbyteorder("<")
+            tokens = _map(self.path / _TOKENS_FILE, dtype, self._record["tokens"])
         elif self.path.suffix == ".bin":
             tokens = _map(self.path, np.dtype("<u2"))
         else:
@@ -201,7 +206,7 @@ class TokenFiles:
     def _ends(self) -> Int64[np.ndarray, " documents"]:
         if self._record is None:
             return np.array([len(self)], np.int64)
-        path, count = self.path / ENDS_FILE, self._record["documents"]
+        path, count = self.path / _ENDS_FILE, self._record["documents"]
         length = self._record["tokens"]
         # Compared before they are read: each document has a token.
         if count <= length:
@@ -215,22 +220,17 @@ class TokenFiles:
         )
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype of the tokens of a vocabulary in a file."""
-    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
-
-
 def is_prepared(folder: Path) -> bool:
     """Whether a folder has prepared text."""
-    return (folder / RECORD_FILE).exists()
+    return (folder / _RECORD_FILE).exists()
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def _read_record(folder: Path) -> dict[str, Any]:
     """How a folder of token files was prepared."""
-    path = folder / RECORD_FILE
+    path = folder / _RECORD_FILE
     if not path.exists():
         raise UsageError(
-            f"{folder} has no {RECORD_FILE}, so it is not prepared text, or its "
+            f"{folder} has no {_RECORD_FILE}, so it is not prepared text, or its "
             "preparation did not finish; prepare the text, or give another folder."
         )
     with suppress(ValueError):

@@ -1,12 +1,12 @@
-import json
 import pickle
 
 import numpy as np
 import pytest
 from hostile_files import deep_json, forbid
 from loader_helpers import flat
+from token_helpers import write_prepared
 
-from eqxshard.data.text import TokenArray, TokenFiles, Tokens, prepare
+from eqxshard.data.text import TokenArray, TokenFiles, Tokens
 
 
 def test_tokens_in_memory():
@@ -34,26 +34,14 @@ def test_what_are_not_tokens_is_refused(tokens, options, says):
 
 # Files
 
-DOCUMENTS = ["abcdefghij"[: n + 1] for n in range(10)]
+DOCUMENTS = [[*range(n + 1), 200] for n in range(10)]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Ten documents."""
-    lines = [json.dumps({"text": text}) + "\n" for text in DOCUMENTS]
-    (tmp_path / "x.jsonl").write_text("".join(lines))
-    prepare(tmp_path / "x.jsonl", tmp_path / "out", "byte")
-    return tmp_path / "out"
-
-
-def write(folder, tokens, ends, **record):
-    """A folder whose parts need not fit each other."""
-    folder.mkdir()
-    np.array(tokens, np.uint8).tofile(folder / "tokens.bin")
-    np.array(ends, np.uint64).tofile(folder / "ends.bin")
-    content = {"vocab_size": 9, "tokens": len(tokens), "documents": len(ends)} | record
-    (folder / "prepared.json").write_text(json.dumps(content))
-    return folder
+    ends = np.cumsum([len(document) for document in DOCUMENTS])
+    return write_prepared(tmp_path / "out", flat(DOCUMENTS), ends, vocab_size=201)
 
 
 def test_files_are_one_row_of_tokens(folder):
@@ -61,17 +49,16 @@ def test_files_are_one_row_of_tokens(folder):
     assert len(data) < 4000
     # Other processes map them again.
     for tokens in (TokenFiles(folder), pickle.loads(data)):
-        expected = [[*text.encode(), 256] for text in DOCUMENTS]
         found = tokens.take(np.arange(len(tokens)))
-        assert isinstance(tokens, Tokens) and tokens.vocab_size == 257
-        assert found.dtype == np.int32 and found.tolist() == flat(expected)
-        assert tokens.ends().tolist() == np.cumsum([len(x) for x in expected]).tolist()
+        assert isinstance(tokens, Tokens) and tokens.vocab_size == 201
+        assert found.dtype == np.int32 and found.tolist() == flat(DOCUMENTS)
+        assert tokens.ends().tolist() == np.cumsum([len(x) for x in DOCUMENTS]).tolist()
         indices = np.random.RandomState(0).randint(0, len(tokens), (7, 5))
         np.testing.assert_array_equal(tokens.take(indices), found[indices])
 
 
 def test_a_range_cuts_documents(tmp_path):
-    folder = write(tmp_path / "x", range(10), [2, 5, 6, 10], vocab_size=10)
+    folder = write_prepared(tmp_path / "x", range(10), [2, 5, 6, 10], vocab_size=10)
     part = pickle.loads(pickle.dumps(TokenFiles(folder, start=1, stop=8)))
     assert len(part) == 7 and part.vocab_size == 10
     assert part.take(np.arange(7)).tolist() == list(range(1, 8))
@@ -106,13 +93,13 @@ def test_a_damaged_file_is_an_error(folder, name, change):
     "ends", [[4, 3], [2, 2, 4], [5], [2], [], [4, 2**40], [2**64 - 1, 4], [1, 2, 3, 4, 4]]
 )
 def test_ends_that_do_not_increase_up_to_the_last_token_are_refused(tmp_path, ends):
-    tokens = TokenFiles(write(tmp_path / "x", [1, 2, 3, 4], ends))
+    tokens = TokenFiles(write_prepared(tmp_path / "x", [1, 2, 3, 4], ends))
     with pytest.raises(ValueError, match=r"ends\.bin is damaged: .*; prepare"):
         tokens.ends()
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
-    tokens = TokenFiles(write(tmp_path / "x", [1, 8, 9], [3]))
+    tokens = TokenFiles(write_prepared(tmp_path / "x", [1, 8, 9], [3]))
     assert tokens.take(np.arange(2)).tolist() == [1, 8]
     with pytest.raises(ValueError, match="has the token 9, and the vocabulary has 9; it"):
         tokens.take(np.arange(3))

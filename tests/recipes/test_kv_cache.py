@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpt_generate import KVCache
 
-from eqxshard.nn import KVCache, attention
+from eqxshard.nn import attention
 
 
 def random(*shape):
@@ -43,7 +44,7 @@ def test_a_full_cache_is_an_error_or_nan_but_never_written_over():
     np.testing.assert_allclose(out, one[1], rtol=1e-6)
 
 
-def test_mistakes(unannotated):
+def test_mistakes():
     with pytest.raises(ValueError, match=r"the shape \(6, 4, 8\) has too few dims"):
         KVCache.empty((6, 4, 8))
     cache = KVCache.empty((3, 6, 4, 8))

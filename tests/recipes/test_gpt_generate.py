@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpt_generate import KVCache, generate
 from gpt_model import GPT, Shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh
 
 import eqxshard
-from eqxshard import nn
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
@@ -28,7 +28,7 @@ def prompts():
 @eqx.filter_jit
 def sample(model, prompt, length=10, **options):
     cache = gpt.make_cache(model, len(prompt))
-    return nn.generate(model.decode, cache, prompt, length, key=KEY, **options)
+    return generate(model.decode, cache, prompt, length, key=KEY, **options)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_chances_of_tokens_are_those_of_the_model():
     def draw(**options):
         prompt = jnp.zeros((rows, 1), jnp.int32)
         apply = lambda tokens, cache: (jnp.tile(logits, (rows, 1)), cache)  # noqa: E731
-        sample = jax.jit(lambda: nn.generate(apply, None, prompt, 2, key=KEY, **options))
+        sample = jax.jit(lambda: generate(apply, None, prompt, 2, key=KEY, **options))
         tokens = sample()
         assert np.any(tokens[:, 1] != tokens[:, 2])
         return np.bincount(np.asarray(tokens[:, 1:]).ravel(), minlength=4) / (2 * rows)
@@ -102,7 +102,7 @@ def test_mistakes(model, options, message):
 def test_a_cache_that_holds_tokens_already_ends_the_text():
     """Under jit nobody knows how many there are."""
     one = jnp.ones((1, 3, 1, 4))
-    taken = nn.KVCache.empty((1, 4, 1, 4)).append(one, one)
+    taken = KVCache.empty((1, 4, 1, 4)).append(one, one)
 
     def apply(tokens, cache):
         new = jnp.ones((1, tokens.shape[1], 1, 4))
@@ -111,6 +111,6 @@ def test_a_cache_that_holds_tokens_already_ends_the_text():
 
     def add(cache):
         prompt = jnp.array([[1]])
-        return nn.generate(apply, cache, prompt, 3, key=KEY, temperature=0.0)
+        return generate(apply, cache, prompt, 3, key=KEY, temperature=0.0)
 
     assert jax.jit(add)(taken).tolist() == [[1, 0, -1, -1]]
