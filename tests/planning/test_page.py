@@ -36,7 +36,7 @@ def test_the_headline_says_what_bounds_the_step(plan, page, tmp_path):
     assert page.find("h1").text.startswith("A step takes at least ")
     assert page.find("h1").text.endswith(f"bound by {plan.time.bound}")
     tiles = {x.find("dt").text: x.find("dd").text for x in page.find("dl").find_all("div")}
-    assert tiles["Speed"].startswith(f"{plan.tokens_per_second:,.0f} tokens/s")
+    assert tiles["Speed"].startswith(f"{plan.examples_per_second:,.4g} examples/s")
     assert tiles["MFU"].startswith(f"{plan.mfu:.0%}")
     assert tiles["Memory of a device"].endswith("of 151.40 GB: it fits")
     memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 2000)

@@ -29,7 +29,8 @@ def is_definition(node):
 @pytest.fixture(scope="module")
 def page():
     """What the page defines, without what it runs."""
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    blocks = re.findall(r"(<!-- .* -->\n)?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = "\n".join(block for not_run, block in blocks if not not_run)
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if is_definition(node)]
     module = sys.modules["fine_tune"] = types.ModuleType("fine_tune")
