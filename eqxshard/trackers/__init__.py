@@ -3,10 +3,6 @@
 A tracker is any object with the two methods of [`eqxshard.Tracker`][].
 """
 
-from ._curves import Curves as Curves
-from ._jsonl import JSONLines as JSONLines
-from ._mlflow import MLflow as MLflow
-from ._progress import ProgressBar as ProgressBar
-from ._tensorboard import TensorBoard as TensorBoard
-from ._tracker import Image as Image
-from ._wandb import WandB as WandB
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,12 +3,6 @@
 May use `data`.
 """
 
-from ._bytes import ByteTokenizer as ByteTokenizer
-from ._corpus import Corpus as Corpus
-from ._corpus import open_corpus as open_corpus
-from ._corpus import shakespeare as shakespeare
-from ._examples import PackedDocuments as PackedDocuments
-from ._examples import Windows as Windows
-from ._tokens import TokenArray as TokenArray
-from ._tokens import TokenFiles as TokenFiles
-from ._tokens import Tokens as Tokens
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
