@@ -1,9 +1,9 @@
-"""`python -m eqxshard COMMAND`: plans, pages of runs, and what is wrong with a machine.
+"""`python -m eqxshard COMMAND`: plans, pages of runs, and facts of a machine.
 
 `plan` and `search` take a script of [`eqxshard.train`][], which is planned instead of run;
 see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` and `compare` make pages of
-run folders. `doctor` works where JAX cannot even be imported, so this module imports
-neither JAX nor the rooms that do.
+run folders. `info` prints something even where JAX cannot be imported, so this module
+imports neither JAX nor the rooms that do.
 """
 
 import argparse
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import UsageError
+from ._info import info
 from ._parser import Parser, allow_closed_stdout
-from .debug._doctor._report import doctor
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser(
         prog="python -m eqxshard",
-        description="Plan runs, look at runs, and find what is wrong with a machine.",
-        epilog="What a run dumps when it crashes: python -m eqxshard.replay DUMP SCRIPT.",
+        description="Plan runs, look at runs, and print facts of a machine.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -33,21 +32,19 @@ def main(args: Sequence[str] | None = None) -> int:
     _add_pages(commands)
     _add(
         commands,
-        "doctor",
-        doctor,
-        "Print versions, devices and disks of this machine, what is wrong with them, and "
-        "the command that mends it. The exit status is 1 if something is wrong.",
+        "info",
+        info,
+        "Print versions, variables of the environment and devices, to paste into an issue.",
     )
     args = sys.argv[1:] if args is None else args
-    if args[:1] == ["replay"]:
-        parser.error("replay is a module; run python -m eqxshard.replay DUMP SCRIPT.")
     options, others = parser.parse_known_args(args)
     if others and options.run not in (_plan, _search):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        if options.run is doctor:
-            return doctor()
-        _run(options, others)
+        if options.run is info:
+            info()
+        else:
+            _run(options, others)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from grades import graded
 from plan_recipes import CASES, check_recipe
@@ -11,7 +12,6 @@ from run_helpers import ROOT, SCRIPT, assert_refused, environment
 from run_page_helpers import make_record, make_run
 
 from eqxshard.__main__ import main
-from eqxshard.debug._doctor._facts import Facts
 
 REGRESSION = ROOT / "recipes" / "regression.py"
 
@@ -112,7 +112,6 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     def refuse(sentence, *words):
         assert_refused(command("plan", *words), sentence)
 
-    assert_refused(command("replay", "dump"), "run python -m eqxshard.replay DUMP SCRIPT.")
     refuse("are required: --devices; see", REGRESSION)
     refuse("argument --devices: invalid int value: 'x'; see", REGRESSION, "--devices=x")
     refuse("'gpus' (choose from", REGRESSION, "--devices=8", "--backend=gpus")
@@ -166,13 +165,14 @@ def test_pages_of_runs_are_written(command, tmp_path):
     assert_refused(command(*words), "there is no folder out; make it first.")
 
 
-def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):
-    facts = Facts(needs={"jax": "0.10"})
-    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", lambda: facts)
-    status, out, err = command("doctor")
-    assert (status, err) == (1, "") and "jax is not installed" in out
-    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", Facts)
-    assert command("doctor")[0] == 0
+def test_info_has_versions_devices_and_variables_that_matter(command, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SLURM_JWT", "secret")
+    status, out, err = command("info")
+    assert (status, err) == (0, "")
+    assert f"jax          {jax.__version__}\n" in out and "eqxshard     " in out
+    assert "\nNCCL_DEBUG=INFO\n" in out and "secret" not in out
+    assert out.endswith("devices      8 x cpu (cpu)\n")
 
 
 @pytest.mark.slow

@@ -33,12 +33,12 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"_parser", "debug", "planning", "run"},
+    "__main__": {"_info", "_parser", "planning", "run"},
+    "_info": set(),
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
     "launch": {"_parser", "distributed"},
-    "replay": {"_parser", "checkpoint", "debug", "run"},
 }
 
 
@@ -148,9 +148,8 @@ def re_exported(front):
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
 #: Their public names are those of `eqxshard`.
-PRIVATE_ROOMS = ("checkpoint", "compiled", "debug", "inspect", "loop", "pages", "planning")
+PRIVATE_ROOMS = ("checkpoint", "compiled", "inspect", "loop", "pages", "planning")
 PRIVATE_ROOMS += ("sharding", "training", "rewrite", "transforms")
-PRIVATE_ROOMS += ("_doctor",)
 
 
 def test_every_public_name_is_re_exported_once_as_itself():

@@ -18,8 +18,8 @@ import tyro
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
 from ..data._datasets import is_planning
-from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
+from ..planning._script import refuse_import
 from ..sharding._text import comma_list, say
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig, command_line, option

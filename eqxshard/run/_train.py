@@ -24,8 +24,6 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..debug._crash_dump import forget_crash_dump, replay_command, replaying
-from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._batches import Position
 from ..loop._callbacks import Callback, check_callbacks, why_ended
@@ -34,6 +32,7 @@ from ..loop._fit import fit
 from ..loop._loop import Loop
 from ..loop._ready_callbacks import Profile
 from ..pages._format import format_number
+from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
@@ -254,7 +253,6 @@ def train(
     )
     resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
     key = jax.random.key(config.seed)
-    replays = replaying(make_model)
     keeps = contextlib.nullcontext()
     if config.keep_programs:
         keeps = keep_programs(folder.programs, resume=resumes)
@@ -262,7 +260,6 @@ def train(
         short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
-        replays,
         keeps,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
@@ -295,7 +292,6 @@ def train(
                 step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         if config.overwrite:
-            forget_crash_dump(checkpointer.directory / "crash_dump")
             checkpointer.start_over()
         checkpointer.claim_run(first, Position.of(loader, first))
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
@@ -314,7 +310,6 @@ def train(
             "changed": {what: paths for what, paths in changed.items() if paths},
             "versions": versions(),
             **describe_devices(mesh),
-            "replay": replay_command(checkpointer.directory / "crash_dump", step),
         }
         # A start that takes no step leaves what is written of the run as it is.
         summary = {} if goes_on else folder.read_summary()
