@@ -136,9 +136,10 @@ def first_nonfinite(
     check_state_not_donated(arrays)
     kept, signature = ([], NOTHING) if extra is None else Signature.of(extra, "extra")
     config = train_step.config.following(state)
+    mesh, rule = config.mesh, config.rule
+    assert mesh is not None and rule is not None
     params, _ = split_model(state.model, config.trainable)
-    mesh = config.mesh
-    layout = make_layout(state.model, params, state.opt_state, mesh, config.rule)
+    layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = layout.flat(state)
     signature.check_on(mesh, "extra")
     batch_sharding = ONE_BATCH.sharding(mesh)

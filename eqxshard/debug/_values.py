@@ -247,26 +247,27 @@ class Recorder:
         - `rounds`: of the loops around.
         """
         for operation in self._operations:
-            place = next(order)
-            made = Origin(place, 0, False, operation.name, operation.frame, rounds=rounds)
+            name, frame = operation.name, operation.frame
+            made = Origin(next(order), NAN, False, name, frame, rounds=rounds)
             if operation.loop is not None:
-                self._follow_loop(operation, records, origins, order, made)
+                self._follow_loop(operation, operation.loop, records, origins, order, made)
                 continue
-            sources = []
-            for number in operation.inputs:
-                if number is None:
-                    continue
-                if number < 0:
-                    given = dataclasses.replace(made, kind=-number, is_given=True)
-                    sources.append((-number, given))
-                elif kind := _worst(self.kinds(records, number)):
-                    sources.append((kind, origins[number]))
+            sources = [
+                (kind, _source(number, origins, made))
+                for number in operation.inputs
+                if number is not None and (kind := self._kind(records, number))
+            ]
             for number in operation.outputs:
-                if number is not None and (kind := _worst(self.kinds(records, number))):
-                    found = dataclasses.replace(
-                        made, kind=kind, rows=self._bad_rows(records, number)
-                    )
-                    origins[number] = _origin(kind, sources, found)
+                if number is not None and (kind := self._kind(records, number)):
+                    rows = self._bad_rows(records, number)
+                    here = dataclasses.replace(made, kind=kind, rows=rows)
+                    origins[number] = _origin(kind, sources, here)
+
+    def _kind(self, records: np.ndarray, number: int) -> int:
+        """The worst of what was recorded of a value."""
+        if number < 0:
+            return -number
+        return int(self.kinds(records, number).max(initial=FINITE))
 
     def _bad_rows(self, records: np.ndarray, number: int) -> tuple[int, ...] | None:
         kinds = self.kinds(records, number)
@@ -275,19 +276,13 @@ class Recorder:
     def _follow_loop(
         self,
         operation: _Operation,
+        loop: _Loop,
         records: np.ndarray,
         origins: dict[int, Origin],
         order: Iterator[int],
         made: Origin,
     ) -> None:
-        loop = operation.loop
-        assert loop is not None
-        given = [
-            dataclasses.replace(made, kind=-number, is_given=True)
-            if number is not None and number < 0
-            else origins.get(number, made)
-            for number in operation.inputs
-        ]
+        given = [_source(number, origins, made) for number in operation.inputs]
         found: dict[int, Origin] = {}
         table = self.kinds(records, loop.record).reshape(loop.length, -1)
         numbers = range(loop.length)
@@ -295,18 +290,28 @@ class Recorder:
             inside = {
                 number: origin
                 for number, origin in zip(loop.inputs, given)
-                if number is not None and _worst(loop.body.kinds(table[i], number))
+                if number is not None and loop.body._kind(table[i], number)
             }
             loop.body.follow(table[i], inside, order, (*made.rounds, i))
-            out = [inside.get(number, made) for number in loop.outputs]
+            out = [_source(number, inside, made) for number in loop.outputs]
             given[loop.consts : loop.consts + loop.carry] = out[: loop.carry]
             for k, number in enumerate(loop.outputs):
-                if number in inside and (k < loop.carry or k not in found):
-                    found[k] = inside[number]
+                is_carried = k < loop.carry
+                if number in inside and (is_carried or k not in found):
+                    found[k] = out[k]
         for k, number in enumerate(operation.outputs):
-            if number is not None and (kind := _worst(self.kinds(records, number))):
+            if number is not None and (kind := self._kind(records, number)):
                 here = dataclasses.replace(made, kind=kind)
                 origins[number] = found.get(k, here)
+
+
+def _source(number: int | None, origins: dict[int, Origin], made: Origin) -> Origin:
+    """The origin of an input; of a literal, the operation that takes it."""
+    if number is None:
+        return made
+    if number < 0:
+        return dataclasses.replace(made, kind=-number, is_given=True)
+    return origins.get(number, made)
 
 
 def earliest(origins: Sequence[Origin]) -> Origin:
@@ -326,10 +331,6 @@ def _origin(kind: int, sources: Sequence[tuple[int, Origin]], made: Origin) -> O
     if computed := [origin for origin in infinite if not origin.is_given]:
         return earliest(computed)
     return made if kind == NAN or not infinite else earliest(infinite)
-
-
-def _worst(kinds: np.ndarray) -> int:
-    return int(kinds.max(initial=FINITE))
 
 
 def _kind_of(literal: Any) -> int:

@@ -25,6 +25,7 @@ from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep
 from ._batches import Position
 from ._callbacks import CallbackList
+from ._clock import announced
 from ._loop import Loop
 from ._report import shown
 
@@ -250,7 +251,8 @@ def give_up(loop: Loop, train_step: Any) -> NoReturn:
         f"{steps[0]} on, was not finite"
     )
     try:
-        found = _find_first(loop, train_step, steps)
+        with announced("looking for the first value that is not finite", in_logs=True):
+            found = _find_first(loop, train_step, steps)
     # Such as for want of memory.
     except Exception as error:
         raise NonfiniteError(

@@ -429,3 +429,39 @@ def test_what_one_process_asks_for_all_do(tmp_path):
         "[1] ended at step 6",
     ]
     assert eqxshard.Checkpointer(tmp_path / "run").steps() == [4, 6]
+
+
+NONFINITE = """
+import jax, jax.numpy as jnp, numpy as np, optax, equinox as eqx
+import eqxshard
+eqxshard.initialize()
+where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+x = np.ones((64, 4), np.float32)
+x[5] = -1
+source = eqxshard.data.ArraySource({"x": x})
+loader = eqxshard.Loader(source, batch_size=64, mesh=where["mesh"])
+optim = optax.adam(1e-3)
+make_model = lambda key: eqx.nn.MLP(4, 1, 8, 1, key=key)
+state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+def loss_fn(model, batch, key):
+    return jax.vmap(model)(batch["x"])[:, 0] + jnp.log(batch["x"][:, 0])
+step = eqxshard.make_train_step(loss_fn, optim)
+try:
+    eqxshard.fit(state, step, loader, steps=4, log_every=1, max_nonfinite=2)
+except FloatingPointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_find_the_same_line_and_example(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NONFINITE)
+    launch = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    status, out, err = finished([*launch, "--devices-per-process=1", script])
+    assert status == 0, out + err
+    line = 1 + next(i for i, x in enumerate(NONFINITE.splitlines()) if "jnp.log(" in x)
+    found = f"the first NaN appears in log, {script}:{line} (loss_fn); the loss is not "
+    said = [x for x in out.splitlines() if found in x]
+    assert sorted(x[:3] for x in said) == ["[0]", "[1]"]
+    assert all(x.endswith("of the batch (examples [5] of the source).") for x in said)
