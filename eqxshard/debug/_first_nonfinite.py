@@ -49,8 +49,8 @@ class FirstNonfinite:
     - `given`: what was not finite from the start: `batch entry x`, or `the parameter
         layers.0.weight`; `None` if all of it was finite.
     - `rows`: the rows of the batch that have it; `None` if they are not known.
-    - `rounds`: the numbers, from 0 on, of the rounds of the loops that it is in: of the
-        microbatch, or of the layer in [`eqxshard.scan_layers`][].
+    - `rounds`: the numbers, from 0 on, of the rounds of the loops that it is in, the
+        outermost first: of the microbatch, or of the layer in [`eqxshard.scan_layers`][].
     - `arrays`: the paths of the arrays whose gradients or updates are not finite.
     """
 
@@ -70,9 +70,11 @@ class FirstNonfinite:
         else:
             where = f"the first {self.value} appears in {self.operation}"
             where += f", {self.line}" if self.line else ", in a library"
-        if self.rounds:
+        if len(self.rounds) == 1:
+            where += f", in round {self.rounds[0]} (counted from 0) of the loop around it"
+        elif self.rounds:
             numbers = ", ".join(map(str, self.rounds))
-            where += f", in round {numbers} (counted from 0) of the loop around it"
+            where += f", in rounds {numbers} (counted from 0) of the loops around it"
         rows = None if self.rows is None else name_rows(self.rows, examples)
         if self.part == "loss":
             return f"{where}; the loss is not finite{f' in {rows}' if rows else ''}."

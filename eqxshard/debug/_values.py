@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, UInt8
 
 from ..compiled._causes import user_frame
@@ -57,7 +58,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class _Loop:
-    """A `scan`: its body, and how the values of that belong to those around it."""
+    """A `scan`: its body, and how the values of that belong to those around it.
+
+    Code for each device, in `shard_map`, is one of a single round.
+    """
 
     body: "Recorder"
     inputs: Sequence[int | None]
@@ -105,7 +109,7 @@ class Recorder:
 
     def record(self, value: Any) -> int | None:
         """Record a value, such as an input; returns its number, if it can be NaN."""
-        if not is_inexact(value):
+        if not is_inexact(value) or not value.size:
             return None
         if value.dtype.itemsize == 1:
             value = value.astype(jnp.float32)
@@ -172,6 +176,8 @@ class Recorder:
         loop = None
         if name == "scan":
             outputs, loop = self._scan(eqn, inputs, frame)
+        elif name == "shard_map":
+            outputs, loop = self._shard_map(eqn, inputs, frame)
         else:
             outputs = _compute(eqn, inputs)
         if name in _MOVES:
@@ -207,6 +213,34 @@ class Recorder:
         length, is_reversed = options["length"], options["reverse"]
         loop = _Loop(body, numbers, found, record, length, consts, carry, is_reversed)
         return [*state, *ys], loop
+
+    def _shard_map(
+        self, eqn: Any, inputs: list[Any], frame: Frame | None
+    ) -> tuple[list[Any], _Loop]:
+        params = eqn.params
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))
+        axes = tuple(axis for axis in params["mesh"].axis_names if axis in manual)
+        # The rows of a device are not those of the batch.
+        body, places = Recorder(-1, 1, self._losses), []
+
+        def on_device(*given: Any) -> tuple[list[Any], Array]:
+            body.__init__(-1, 1, self._losses)
+            numbers = [*map(body.record, given)]
+            out, found = body.evaluate(params["jaxpr"], given, numbers, frame)
+            places[:] = [numbers, found]
+            return out, body.records()[None]
+
+        outputs, records = jax.shard_map(
+            on_device,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=([*params["out_specs"]], PartitionSpec(axes)),
+            axis_names={*manual},
+            check_vma=params["check_vma"],
+        )(*inputs)
+        record, (numbers, found) = self._add(records.max(axis=0)), places
+        loop = _Loop(body, numbers, found, record, 1, len(inputs), 0, is_reversed=False)
+        return outputs, loop
 
     # On the host.
 
@@ -292,7 +326,8 @@ class Recorder:
                 for number, origin in zip(loop.inputs, given)
                 if number is not None and loop.body._kind(table[i], number)
             }
-            loop.body.follow(table[i], inside, order, (*made.rounds, i))
+            number_of_round = () if operation.name == "shard_map" else (i,)
+            loop.body.follow(table[i], inside, order, made.rounds + number_of_round)
             out = [_source(number, inside, made) for number in loop.outputs]
             given[loop.consts : loop.consts + loop.carry] = out[: loop.carry]
             for k, number in enumerate(loop.outputs):

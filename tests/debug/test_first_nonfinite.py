@@ -210,6 +210,24 @@ def test_an_update_is_named():
 # The options of a step
 
 
+def test_a_line_of_code_for_each_device_is_named():
+    mesh = eqxshard.make_mesh(data=-1, fsdp=2, devices=jax.devices()[:4])
+    rows = eqxshard.batch_sharding(mesh).spec
+
+    def logs(y):
+        return jnp.log(y) + jax.lax.pmean(y.sum(), ("data", "fsdp"))
+
+    def per_device(model, batch, key):
+        y = predict(model, batch) * batch["y"]
+        return jax.shard_map(logs, mesh=mesh, in_specs=rows, out_specs=rows)(y)
+
+    y = np.ones(ROWS)
+    assert find(per_device, example_batch(y=y)) is None
+    y[3] = -1
+    says = found(per_device, example_batch(y=y))
+    assert (says.operation, says.line, says.rows) == ("log", line(logs, 1), (3,))
+
+
 def test_microbatches_are_the_rows_that_they_were():
     y, z = np.ones(ROWS), np.ones(ROWS)
     z[[1, 6, 7]] = -1

@@ -385,6 +385,6 @@ def test_a_run_that_diverges_says_where_on_its_page_too(tmp_path):
     assert f"the first infinity appears in integer_pow, {line}" in str(error.value)
     assert "of the batch (examples [" in str(error.value)
     page = parse((tmp_path / "index.html").read_text())
-    assert re.match(r"Stopped at step \d+ of 12: Floating", page.find("h1").text)
+    assert re.match(r"Stopped at step \d+ of 12: Nonfinite", page.find("h1").text)
     warnings = page.find("section", id="warnings")
     assert "the checkpoint of step 12 is saved." in warnings.text
