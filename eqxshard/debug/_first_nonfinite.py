@@ -103,8 +103,8 @@ def first_nonfinite(
     as the -inf of a mask, or a logarithm of 0 that `jnp.where` leaves out and whose
     gradient is finite. Rows of weight 0 count for nothing.
 
-    The program is compiled, which takes about as long as for the step itself. Nothing is
-    donated or changed. [`eqxshard.fit`][] calls this before it gives up.
+    To compile that program takes a few times as long as the step. Nothing is donated or
+    changed. [`eqxshard.fit`][] calls this before it gives up.
 
     **Arguments:**
 
