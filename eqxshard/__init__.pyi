@@ -15,6 +15,7 @@ from .compiled._findings import Finding as Finding
 from .compiled._findings import LintWarning as LintWarning
 from .data import Loader as Loader
 from .data._resident import DeviceBatches as DeviceBatches
+from .debug._first_nonfinite import first_nonfinite as first_nonfinite
 from .distributed import initialize as initialize
 from .inspect._explain import explain as explain
 from .inspect._explanation import Explanation as Explanation

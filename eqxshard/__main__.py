@@ -1,6 +1,6 @@
-"""`python -m eqxshard COMMAND`: pages of runs, and what is wrong with a machine.
+"""`python -m eqxshard COMMAND`: pages of runs, and facts of a machine.
 
-`page` and `compare` make pages of run folders. `doctor` works where JAX cannot even be
+`page` makes the page of a run folder. `info` prints something even where JAX cannot be
 imported, so this module imports neither JAX nor the rooms that do.
 """
 
@@ -9,35 +9,32 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._info import info
 from ._parser import Parser, allow_closed_stdout
-from .debug._doctor._report import doctor
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser(
         prog="python -m eqxshard",
-        description="Look at runs, and find what is wrong with a machine.",
-        epilog="What a run dumps when it crashes: python -m eqxshard.replay DUMP SCRIPT.",
+        description="Look at runs, and print facts of a machine.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_page(commands)
     _add(
         commands,
-        "doctor",
-        doctor,
-        "Print versions, devices and disks of this machine, what is wrong with them, and "
-        "the command that mends it. The exit status is 1 if something is wrong.",
+        "info",
+        info,
+        "Print versions, variables of the environment and devices, to paste into an issue.",
     )
     args = sys.argv[1:] if args is None else args
-    if args[:1] == ["replay"]:
-        parser.error("replay is a module; run python -m eqxshard.replay DUMP SCRIPT.")
     options = parser.parse_args(args)
     try:
-        if options.run is doctor:
-            return doctor()
-        _run(options)
+        if options.run is info:
+            info()
+        else:
+            _run(options)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Small runs of `fit` for tests of how runs end, and the crash dumps that they leave."""
+"""Small runs of `fit` for tests of how runs end."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ ROWS = 48
 
 
 class Layers(eqx.Module):
-    """Three layers; a crash dump refers to this class by its import path."""
+    """Three layers."""
 
     layers: list[eqx.nn.Linear]
     power: float = eqx.field(static=True, default=1.0)

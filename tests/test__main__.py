@@ -1,11 +1,11 @@
 """The command `python -m eqxshard`."""
 
+import jax
 import pytest
 from run_helpers import assert_refused
 from run_page_helpers import make_record, make_run
 
 from eqxshard.__main__ import main
-from eqxshard.debug._doctor._facts import Facts
 
 
 @pytest.fixture
@@ -23,10 +23,6 @@ def command(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_replay_is_a_module(command):
-    assert_refused(command("replay", "dump"), "run python -m eqxshard.replay DUMP SCRIPT.")
-
-
 def test_the_page_of_a_run_is_written(command, tmp_path):
     make_run(tmp_path / "one", record=make_record())
     page = tmp_path / "one" / "index.html"
@@ -38,10 +34,25 @@ def test_the_page_of_a_run_is_written(command, tmp_path):
     )
 
 
-def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):
-    facts = Facts(needs={"jax": "0.10"})
-    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", lambda: facts)
-    status, out, err = command("doctor")
-    assert (status, err) == (1, "") and "jax is not installed" in out
-    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", Facts)
-    assert command("doctor")[0] == 0
+def test_info_has_versions_devices_and_variables_that_matter(command, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SLURM_JWT", "secret")
+    status, out, err = command("info")
+    assert (status, err) == (0, "")
+    assert (
+        f"jax          {jax.__version__}\
+"
+        in out
+        and "eqxshard     " in out
+    )
+    assert (
+        "\
+NCCL_DEBUG=INFO\
+"
+        in out
+        and "secret" not in out
+    )
+    assert out.endswith(
+        "devices      8 x cpu (cpu)\
+"
+    )

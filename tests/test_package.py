@@ -33,12 +33,12 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"_parser", "debug", "run"},
+    "__main__": {"_info", "_parser", "run"},
+    "_info": set(),
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
     "launch": {"_parser", "distributed"},
-    "replay": {"_parser", "checkpoint", "debug", "run"},
 }
 
 
@@ -149,8 +149,7 @@ def re_exported(front):
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
 #: All that is public of them is in `eqxshard` itself.
-PRIVATE_ROOMS = ("compiled", "debug", "loop", "pages", "rewrite", "transforms")
-PRIVATE_ROOMS += ("_doctor",)
+PRIVATE_ROOMS = ("compiled", "loop", "pages", "rewrite", "transforms")
 
 
 def test_every_public_name_is_re_exported_once_as_itself():

@@ -19,7 +19,7 @@ def test_a_mistake_is_one_line_with_a_remedy_and_status_2(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["-m eqxshard doctor", f"{SCRIPT} --help"])
+@pytest.mark.parametrize("command", ["-m eqxshard info", f"{SCRIPT} --help"])
 def test_output_that_nobody_reads_ends_a_command_without_a_word(command):
     reads, writes = os.pipe()
     os.close(reads)

@@ -1,4 +1,6 @@
-"""Crash dumps of failed steps, and replay, which finds the cause.
+"""The first value of a step that is not finite: its operation and the line of its code.
 
-May use `sharding`, `training` and `checkpoint`.
+May use `sharding`, `compiled`, `data` and `training`.
 """
+
+from ._first_nonfinite import FirstNonfinite as FirstNonfinite

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from .._errors import NonfiniteError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._loader import Loader
-from ..debug._crash_dump import replay_command, write_crash_dump
-from ..debug._replay import describe_batch
+from ..data._rows import describe_batch
 from ..distributed import is_main_process
 from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
@@ -20,10 +20,12 @@ from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
 from ..training._memory import REMEDY, is_out_of_memory, says_what_it_needs
+from ..training._state import TrainState, replace
 from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep
 from ._batches import Position
 from ._callbacks import CallbackList
+from ._clock import announced
 from ._loop import Loop
 from ._report import shown
 
@@ -192,8 +194,7 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
     """A sentence on a step that was skipped, and on the examples of its batch.
 
     The loader makes the batch again. If all of it is finite, the cause is in the model or
-    the loss. Then, with a checkpointer, a crash dump is written, with the parameters at the
-    end of the run.
+    the loss. The state of that step is gone by then.
     """
     loader = loop.loader
     if not isinstance(loader, Loader):
@@ -204,9 +205,7 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
         # An error that only one of them meets would keep the others waiting.
         return f"Look at examples {some} of the source, loader.rows({step - 1})."
     try:
-        loader.seek(step - 1)
-        with contextlib.closing(iter(loader)) as batches:
-            batch = next(batches)
+        batch = _batch_of(loop, step)
     finally:
         loader.seek(loop.step)
     found = describe_batch(batch, rows)
@@ -217,40 +216,63 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
     # A loss scale is found by skipping steps.
     if config is None or (config.precision and config.precision.scales_loss):
         return said
-    if loop.checkpointer is None:
-        return f"{said} Give fit a checkpointer, for a command that finds the cause."
-    folder = loop.checkpointer.directory / "crash_dump"
+    return (
+        f"{said} Find the line with eqxshard.first_nonfinite(train_step, state, batch) of "
+        "this batch and a state from before that step, such as that of a checkpoint."
+    )
+
+
+def _batch_of(loop: Loop, step: int) -> Any:
+    """The batch of a step, which the loader makes again."""
+    loop.loader.seek(step - 1)
+    batches = iter(loop.loader)
     try:
-        write_crash_dump(folder, loop.state, [step], batch, train_step, loader, loop.extra)
-    # As in `give_up`.
-    except Exception as error:
-        return f"{said} A crash dump could not be written: {error}"
-    return f"{said} Find the cause with `{replay_command(folder, train_step)}`."
+        return next(batches)
+    finally:
+        # An iterator of the user's own need not have it.
+        if close := getattr(batches, "close", None):
+            close()
 
 
 def give_up(loop: Loop, train_step: Any) -> NoReturn:
-    """Write a crash dump of the first of the steps that are not finite; raise an error."""
+    """Raise an error that says where the first value that is not finite comes from."""
     steps = loop.report.nonfinite_steps
     message = (
         f"the loss, a gradient or an update of {len(steps)} steps in a row, from step "
         f"{steps[0]} on, was not finite"
     )
-    if loop.checkpointer is None:
-        raise NonfiniteError(
-            f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
-            "crash dump that helps to find the cause."
-        )
-    loop.loader.seek(steps[0] - 1)
-    batch = next(iter(loop.loader))
-    folder = loop.checkpointer.directory / "crash_dump"
     try:
-        write_crash_dump(
-            folder, loop.state, steps, batch, train_step, loop.loader, loop.extra
-        )
-    # A full disk, say, or several states.
+        with announced("looking for the first value that is not finite", in_logs=True):
+            found = _find_first(loop, train_step, steps)
+    # Such as for want of memory.
     except Exception as error:
         raise NonfiniteError(
-            f"{message}; a crash dump could not be written: {error}"
+            f"{message}; its first value that was not finite could not be found: {error}"
         ) from error
-    command = replay_command(folder, train_step)
-    raise NonfiniteError(f"{message}; find the cause with `{command}`.")
+    raise NonfiniteError(f"{message}; {found}")
+
+
+def _find_first(loop: Loop, train_step: Any, steps: list[int]) -> str:
+    """A sentence on the first value that is not finite in the first of some steps."""
+    if not (isinstance(loop.state, TrainState) and isinstance(train_step, TrainStep)):
+        return (
+            "use a lower learning rate, or call eqxshard.first_nonfinite for one of the "
+            "states, with the step from make_train_step that takes it."
+        )
+    from ..debug._first_nonfinite import first_nonfinite
+
+    precision = train_step.config.following(loop.state).precision
+    # Such steps change nothing but their number and the loss scale, which is nearest to
+    # what it was in the last of them.
+    step = steps[-1] if precision and precision.scales_loss else steps[0]
+    number = jnp.full_like(loop.state.step, step - 1)
+    state = replace(loop.state, step=number)
+    batch = _batch_of(loop, step)
+    found = first_nonfinite(train_step, state, batch, loop.extra)
+    if found is None:
+        return (
+            f"step {step} is finite when it is taken again, one operation at a time: "
+            "the cause may be rounding, or a faulty device."
+        )
+    rows = getattr(loop.loader, "rows", None)
+    return f"in step {step}, {found.describe(None if rows is None else rows(step - 1))}"

@@ -98,9 +98,9 @@ def fit(
         each epoch, after each evaluation and whenever a checkpoint is saved.
     - `max_nonfinite`: give up if this many steps in a row, or more, were skipped because
         their loss, gradients or update were not finite, and the last of a report's was
-        one of them. The state and the batch are written to the folder `crash_dump` in the
-        checkpointer's, for `python -m eqxshard.replay`. Of fewer such steps, a warning
-        at the end says how many they were, and the examples of the first.
+        one of them. The error says where the first value that is not finite comes from,
+        as [`eqxshard.first_nonfinite`][] does, and the examples. Of fewer such steps, a
+        warning at the end says how many they were, and the examples of the first.
     - `hang_seconds`: if the run waits longer than this for a batch, a step (including
         compilation), a callback, an evaluation, a tracker or a checkpoint, print the
         stacks of all threads, and end this process with exit status 1, so that a launcher

@@ -37,11 +37,11 @@ from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
 from ..compiled._lowered import LoweredStep
-from ..debug._script import import_script, script_path
 from ..sharding._rule import Rule
 from ..training._precision import Precision
 from ._backends import wheels_folder
 from ._plan import Plan
+from ._script import import_script, script_path
 from ._targets import Compiler, Target
 
 #: Settings of JAX that change what is compiled.

@@ -14,8 +14,8 @@ import tyro
 
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
-from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
+from ..planning._script import refuse_import
 from ..sharding._text import comma_list, say
 from ._config import RunConfig, flag
 from ._errors import exit_on_errors

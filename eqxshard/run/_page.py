@@ -142,10 +142,6 @@ def _warnings(run: RecordedRun) -> Iterator[Markup]:
                 for each in heard
             ],
         )
-    command = run.record.get("replay")
-    if command and (run.folder.checkpoints / "crash_dump").is_dir():
-        said = "Steps were not finite, and one is kept. This finds where it began: "
-        yield tag("p", said, tag("code", str(command)))
 
 
 def _ledger(run: RecordedRun) -> Iterator[Markup]:

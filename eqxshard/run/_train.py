@@ -23,8 +23,6 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..debug._crash_dump import forget_crash_dump, replay_command, replaying
-from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._batches import Position
 from ..loop._callbacks import Callback, check_callbacks, why_ended
@@ -33,6 +31,7 @@ from ..loop._fit import fit
 from ..loop._loop import Loop
 from ..loop._ready_callbacks import Profile
 from ..pages._format import format_number
+from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
@@ -250,12 +249,10 @@ def train(
     )
     resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
     key = jax.random.key(config.seed)
-    replays = replaying(make_model)
     with (
         short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
-        replays,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
             if resumes:
@@ -281,7 +278,6 @@ def train(
             check_metrics(evaluation, state, lowered, best, callbacks)
         # Before the trackers, which empty the files of an earlier run.
         if config.overwrite:
-            forget_crash_dump(checkpointer.directory / "crash_dump")
             checkpointer.start_over()
         checkpointer.claim_run(first, Position.of(loader, first))
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
@@ -299,7 +295,6 @@ def train(
             },
             "versions": versions(),
             **describe_devices(mesh),
-            "replay": replay_command(checkpointer.directory / "crash_dump", step),
         }
         # A start that takes no step leaves what is written of the run as it is.
         summary = {} if goes_on else folder.read_summary()

@@ -302,6 +302,7 @@ def _raise_if_nonfinite(state: TrainState, metrics: Metrics, batch: PyTree) -> N
         last, count = jax.device_get((state.step, taken))
         number = int(last) - int(count) + 1 + int(np.argmax(steps))
         raise NonfiniteError(
-            f"the loss, a gradient or an update was not finite in step {number}; look at "
-            "its batch, or use nonfinite='skip' to leave such steps out."
+            f"the loss, a gradient or an update was not finite in step {number}; find the "
+            "line with eqxshard.first_nonfinite, or use nonfinite='skip' to leave such "
+            "steps out."
         )

@@ -10,7 +10,6 @@ import pytest
 from helpers import assert_equal, make_mesh
 from loop_helpers import (
     ROWS,
-    Layers,
     Recorder,
     fresh,
     loss_fn,
@@ -22,9 +21,6 @@ from process_helpers import finished
 
 import eqxshard
 from eqxshard.callbacks import Callback, Every
-from eqxshard.debug._crash_dump import read_crash_dump
-from eqxshard.debug._replay import replay
-from eqxshard.debug._script import script_path
 from eqxshard.training._step import InFlight
 
 
@@ -263,24 +259,39 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("log_every", [1, 2, 50])
-def test_too_many_in_a_row_end_the_run_with_a_crash_dump(tmp_path, log_every):
+def test_too_many_in_a_row_end_the_run_with_an_error_that_names_the_examples(
+    tmp_path, log_every
+):
     loader = make_loader(bad=[18, 25, 26, 33, 41])
-    with pytest.raises(FloatingPointError) as error:
+    with pytest.raises(eqxshard.UsageError) as error:
         run(tmp_path, loader, epochs=3, log_every=log_every, max_nonfinite=3)
-    folder = tmp_path / "crash_dump"
-    assert "steps in a row, from step 3 on, was not finite; find the" in str(error.value)
-    command = f"with `python -m eqxshard.replay {folder} {script_path() or 'SCRIPT'} "
-    command += "--model NAME`."
-    assert str(error.value).endswith(command)
-    dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
-    assert dump.steps[:3] == [3, 4, 5]
-    assert dump.rows == list(range(16, 24))
-    assert replay(dump, loss_fn) == (
-        "batch entry x is not finite in rows [2] of the batch (examples [18] of the "
-        "source)."
+    assert isinstance(error.value, FloatingPointError)
+    assert str(error.value).endswith(
+        "steps in a row, from step 3 on, was not finite; in step 3, batch entry x "
+        "contains NaN; the loss is not finite in rows [2] of the batch (examples [18] of "
+        "the source)."
     )
     # Skipped steps did not change what was saved.
     assert eqxshard.Checkpointer(tmp_path).steps()[-1] >= 2
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_the_error_names_the_line_without_a_checkpointer_too(placement):
+    x = np.zeros((ROWS, 4), np.float32)
+    x[8:, 0] = -3
+    source = eqxshard.data.ArraySource({"x": x})
+    where = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
+    loader = eqxshard.Loader(source, placement=placement, **where)
+    with pytest.raises(FloatingPointError) as error:
+        run(None, loader, loss_fn=logarithm, steps=4, log_every=1, max_nonfinite=2)
+    code = logarithm.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 2} (logarithm)"
+    assert str(error.value) == (
+        "the loss, a gradient or an update of 2 steps in a row, from step 2 on, was not "
+        f"finite; in step 2, the first NaN appears in log, {line}; the loss is not finite "
+        "in rows [0, 1, 2, 3, 4, 5, 6, 7] of the batch (examples [8, 9, 10, 11, 12, 13, "
+        "14, 15] of the source)."
+    )
 
 
 def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
@@ -290,23 +301,27 @@ def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
     assert int(state.step) == 12
 
 
-def test_a_run_without_a_checkpointer_ends_too():
-    loader = make_loader(bad=list(range(ROWS)))
-    with pytest.raises(FloatingPointError) as error:
-        run(None, loader, epochs=1, log_every=1, max_nonfinite=2)
-    assert str(error.value).startswith(
-        "the loss, a gradient or an update of 2 steps in a row, from step 1 on, was not "
-        "finite; use a lower learning rate, or give fit a checkpointer to get a crash dump"
-    )
+def test_what_cannot_be_found_does_not_hide_why_the_run_ended():
+    """Such as for want of memory."""
 
+    class Once:
+        """Makes no batch a second time."""
 
-def test_a_full_disk_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+        def __init__(self, loader):
+            self.loader, self.is_read = loader, False
 
-    monkeypatch.setattr("eqxshard.debug._crash_dump.Save", full)
-    with pytest.raises(FloatingPointError, match=r"could not be written: .*No space left"):
-        run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2, max_nonfinite=1)
+        def seek(self, step):
+            self.loader.seek(step)
+
+        def __iter__(self):
+            if self.is_read:
+                raise OSError("gone")
+            self.is_read = True
+            return iter(self.loader)
+
+    options = {"log_every": 1, "max_nonfinite": 1}
+    with pytest.raises(FloatingPointError, match="could not be found: gone"):
+        run(None, Once(make_loader()), loss_fn=nan_loss, steps=2, **options)
 
 
 NOT_FINITE = "its loss, a gradient or its update was not finite. "
@@ -344,44 +359,27 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
 
 
 def logarithm(model, batch, key):
-    """NaN for an example that is finite, the second of the source."""
+    """NaN for an example that is finite."""
     return loss_fn(model, batch, key) + jnp.log(batch["x"][:, 0] + 2)
 
 
-def test_a_skipped_step_whose_batch_is_finite_leaves_a_crash_dump(tmp_path, caplog):
+def test_a_skipped_step_whose_batch_is_finite_names_its_examples(caplog):
     x = np.zeros((ROWS, 4), np.float32)
     x[9, 0] = -3
     where = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
     loader = eqxshard.Loader(eqxshard.data.ArraySource({"x": x}), **where)
-    run(tmp_path / "run", loader, loss_fn=logarithm, steps=4)
-    folder = tmp_path / "run" / "crash_dump"
-    said = (
-        f"1 of 4 steps was skipped, step 2: {NOT_FINITE}Its batch is finite: examples "
-        "8, 9, 10, 11, and 4 more of the source, loader.rows(1). "
-    )
-    (message,) = caplog.messages
-    command = f"`python -m eqxshard.replay {folder} "
-    assert message.startswith(f"{said}Find the cause with {command}")
-    dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
-    found = replay(dump, logarithm)
-    assert "in the loss function" in found and "(examples [9] of the source)" in found
     run(None, loader, loss_fn=logarithm, steps=4)
-    assert caplog.messages[1] == (
-        f"{said}Give fit a checkpointer, for a command that finds the cause."
-    )
+    assert caplog.messages == [
+        f"1 of 4 steps was skipped, step 2: {NOT_FINITE}Its batch is finite: examples "
+        "8, 9, 10, 11, and 4 more of the source, loader.rows(1). Find the line with "
+        "eqxshard.first_nonfinite(train_step, state, batch) of this batch and a state from "
+        "before that step, such as that of a checkpoint."
+    ]
 
 
-def test_a_skipped_step_of_other_loaders_and_a_full_disk_do_not_end_a_run_in_error(
-    tmp_path, caplog, monkeypatch
-):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
+def test_a_skipped_step_of_other_loaders_does_not_end_a_run_in_error(caplog):
     run(None, batches_that_end(make_loader(bad=[1])), steps=3)
     assert caplog.messages[0].endswith(f"{NOT_FINITE}Look at the batch of step 1.")
-    monkeypatch.setattr("eqxshard.debug._crash_dump.Save", full)
-    run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2)
-    assert "A crash dump could not be written: [Errno 28] No space" in caplog.messages[1]
 
 
 # Several processes
@@ -431,3 +429,39 @@ def test_what_one_process_asks_for_all_do(tmp_path):
         "[1] ended at step 6",
     ]
     assert eqxshard.Checkpointer(tmp_path / "run").steps() == [4, 6]
+
+
+NONFINITE = """
+import jax, jax.numpy as jnp, numpy as np, optax, equinox as eqx
+import eqxshard
+eqxshard.initialize()
+where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+x = np.ones((64, 4), np.float32)
+x[5] = -1
+source = eqxshard.data.ArraySource({"x": x})
+loader = eqxshard.Loader(source, batch_size=64, mesh=where["mesh"])
+optim = optax.adam(1e-3)
+make_model = lambda key: eqx.nn.MLP(4, 1, 8, 1, key=key)
+state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+def loss_fn(model, batch, key):
+    return jax.vmap(model)(batch["x"])[:, 0] + jnp.log(batch["x"][:, 0])
+step = eqxshard.make_train_step(loss_fn, optim)
+try:
+    eqxshard.fit(state, step, loader, steps=4, log_every=1, max_nonfinite=2)
+except FloatingPointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_find_the_same_line_and_example(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NONFINITE)
+    launch = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    status, out, err = finished([*launch, "--devices-per-process=1", script])
+    assert status == 0, out + err
+    line = 1 + next(i for i, x in enumerate(NONFINITE.splitlines()) if "jnp.log(" in x)
+    found = f"the first NaN appears in log, {script}:{line} (loss_fn); the loss is not "
+    said = [x for x in out.splitlines() if found in x]
+    assert sorted(x[:3] for x in said) == ["[0]", "[1]"]
+    assert all(x.endswith("of the batch (examples [5] of the source).") for x in said)

@@ -82,12 +82,12 @@ def test_several_states_must_count_alike(train_step):
         eqxshard.fit(new_state(), twice, make_loader(), steps=3)
 
 
-def test_several_states_get_no_crash_dump(train_step, tmp_path):
+def test_of_several_states_the_error_says_how_to_look_into_one(train_step, tmp_path):
     def nonfinite(states, batch):
         states, metrics = both(train_step)(states, batch)
         return states, eqx.tree_at(lambda m: m.nonfinite, metrics, jnp.int32(1))
 
-    with pytest.raises(FloatingPointError, match="a crash dump is of one state and"):
+    with pytest.raises(FloatingPointError, match="first_nonfinite for one of the states"):
         eqxshard.fit(
             two_states(),
             nonfinite,

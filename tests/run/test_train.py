@@ -14,7 +14,7 @@ import pytest
 from helpers import assert_equal, lenient
 from page_parser import parse
 from run_helpers import read_lines
-from run_script import EXAMPLES, Line, make_data
+from run_script import EXAMPLES, Line, loss_fn, make_data
 from run_train_helpers import (
     CONFIG,
     STEPS,
@@ -372,21 +372,18 @@ def loader_of(data):
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
+def test_a_run_that_diverges_says_where_on_its_page_too(tmp_path):
     def diverge(steps):
         return lenient(optax.sgd(1e30))
 
     config = dataclasses.replace(CONFIG, steps=12, save_every=99)
     with pytest.raises(FloatingPointError) as error:
         train(tmp_path, config, make_optim=diverge)
-    dump = tmp_path / "checkpoints" / "crash_dump"
-    assert (dump / "checksums.txt").exists()
-    assert f"with `python -m eqxshard.replay {dump} " in str(error.value)
+    code = loss_fn.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 2} (loss_fn)"
+    assert f"the first infinity appears in integer_pow, {line}" in str(error.value)
+    assert "of the batch (examples [" in str(error.value)
     page = parse((tmp_path / "index.html").read_text())
-    assert re.match(r"Stopped at step \d+ of 12: Floating", page.find("h1").text)
+    assert re.match(r"Stopped at step \d+ of 12: Nonfinite", page.find("h1").text)
     warnings = page.find("section", id="warnings")
-    # Whole, to be copied: this script's loss has a name, and its model has none.
-    command = warnings.find("code").text
-    assert command.startswith(f"python -m eqxshard.replay {dump} ")
-    assert command.endswith(" --model NAME") and f"`{command}`" in str(error.value)
     assert "the checkpoint of step 12 is saved." in warnings.text

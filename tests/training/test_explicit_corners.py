@@ -18,8 +18,6 @@ from run_train_helpers import CONFIG, STEPS, make_sgd
 from run_train_helpers import train as train_run
 
 import eqxshard
-from eqxshard.debug._crash_dump import read_crash_dump, write_crash_dump
-from eqxshard.debug._replay import replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -247,17 +245,23 @@ def test_explain_and_transforms_of_batches():
     assert found[0] == found[1]
 
 
-def test_a_crash_dump_is_replayed(tmp_path):
+def test_the_first_value_that_is_not_finite_is_found():
     mesh = mesh_of(True)
     optim = optax.adam(1e-2)
     state = eqxshard.init_state(Net, optim, key=jax.random.key(0), mesh=mesh, rule=FSDP)
-    loader = make_loader(mesh=mesh)
-    batch = next(iter(loader))
+    batch = next(iter(make_loader(mesh=mesh)))
+
+    def broken(model, batch, key):
+        return jnp.log(loss_fn(model, batch, key) * 0 - 1)
+
     step = eqxshard.make_train_step(loss_fn, optim)
-    write_crash_dump(tmp_path / "crash_dump", state, [1], batch, step, loader)
-    dump = read_crash_dump(tmp_path / "crash_dump", Net)
-    np.testing.assert_array_equal(dump.model.first.weight, state.model.first.weight)
-    assert "finite" in replay(dump, loss_fn)
+    assert eqxshard.first_nonfinite(step, state, batch) is None
+    found = eqxshard.first_nonfinite(eqxshard.make_train_step(broken, optim), state, batch)
+    assert found is not None and found.line is not None
+    assert (found.operation, found.rows) == ("log", (*range(8),))
+    assert found.line.endswith(
+        f":{broken.__code__.co_firstlineno + 1} ({broken.__qualname__})"
+    )
 
 
 def test_a_run_goes_on_on_the_other_kind_of_axes(tmp_path):

@@ -1,11 +1,10 @@
-"""The user's script: where it is, and what it defines, without running it."""
+"""The user's script: where it is, and its import without running it."""
 
 import importlib.util
 import sys
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from .._errors import UsageError
 
@@ -19,15 +18,6 @@ def script_path() -> str | None:
     """The path of the script that runs as `__main__`; `None` in a notebook."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return None if file is None else str(Path(file).resolve())
-
-
-def name_in_script(item: Any) -> str | None:
-    """What the script that runs calls a function or class, if it has a name there."""
-    for name, value in vars(sys.modules["__main__"]).items():
-        if value is item and item is not None:
-            return name
-    name = getattr(item, "__qualname__", "")
-    return name if name.isidentifier() else None
 
 
 def import_script(path: str) -> ModuleType:
@@ -62,6 +52,6 @@ def refuse_import(what: str) -> None:
     """Raise `ValueError` while a script is only imported for what it defines."""
     if _importing.get():
         raise UsageError(
-            f"{what} is called when this script is imported, for a plan or a replay; put "
+            f"{what} is called when this script is imported, for a plan; put "
             "the call under `if __name__ == '__main__':`."
         )
