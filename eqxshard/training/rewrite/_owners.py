@@ -23,7 +23,16 @@ from ...sharding._spec import spec_axes
 from ._jaxprs import call_function, equations, jaxprs_in, map_jaxpr, variables
 from ._rewrite import is_rewriting, run_rewritten
 
-_FACTORIZATIONS = ("cholesky", "eigh", "householder_product", "lu", "qr", "schur", "svd")
+_FACTORIZATIONS = (
+    "cholesky",
+    "eigh",
+    "householder_product",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
+    "triangular_solve",
+)
 
 
 def map_layers(
@@ -44,12 +53,13 @@ def map_layers(
     known = {leaf_path(path): sharding for path, sharding in leaves}
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     stored = [known.get(leaf_path(path[1:])) for path, _ in leaves]
-    owners = _find_owners([x for x in stored if x is not None], stacked_depth(args[0]))
+    depth = stacked_depth(args[0])
+    owners = _find_owners([x for x in stored if x is not None], depth)
     if owners is None or not is_rewriting():
         return update_layers(*args)
 
     def rewrite(jaxpr: Any) -> Any:
-        return map_jaxpr(lambda jaxpr: _own(jaxpr, stored, owners), jaxpr)
+        return map_jaxpr(lambda jaxpr: _own(jaxpr, depth, stored, owners), jaxpr)
 
     jaxpr, out = jax.make_jaxpr(update_layers, return_shape=True)(*args)
     return run_rewritten(rewrite, jaxpr, out, args)[0]
@@ -72,9 +82,12 @@ def _find_owners(shardings: Sequence[NamedSharding], depth: int) -> NamedShardin
 
 
 def _own(
-    jaxpr: Any, shardings: Sequence[NamedSharding | None], owners: NamedSharding
+    jaxpr: Any,
+    depth: int,
+    shardings: Sequence[NamedSharding | None],
+    owners: NamedSharding,
 ) -> Any:
-    """Rewrite an open jaxpr of all layers, whose inputs have these shardings."""
+    """Rewrite an open jaxpr of so many layers, whose inputs have these shardings."""
     eqns: list[Any] = []
     #: Arrays that are split as layers are stored, and how; and those that are whole on
     #: their owners, by the same array or by one that is stored.
@@ -86,17 +99,21 @@ def _own(
 
     for eqn in jaxpr.eqns:
         inputs = [x for x in variables(eqn.invars) if x in stored or x in whole]
-        matrices = [x for x in inputs if len(x.aval.shape) > 2]
+        shapes = {x: x.aval.shape for x in inputs}
+        matrices = [x for x in inputs if len(shapes[x]) > 2 and shapes[x][0] == depth]
         names = whole
         if _needs_matrices(eqn):
             whole.update({x: move(x, owners) for x in matrices if x not in whole})
         if all(x in whole for x in matrices):
             whole.update(zip(eqn.outvars, eqn.outvars) if matrices else ())
         else:
-            places = {x.aval.shape: stored[x] for x in matrices if x not in whole}
-            back = [x for x in matrices if x not in stored and places.get(x.aval.shape)]
-            # First where they are, or the last product would be computed elsewhere, too.
-            names = {x: move(move(x, owners), places[x.aval.shape]) for x in back}
+            places = {shapes[x]: stored[x] for x in matrices if x not in whole}
+            names = {}
+            for x in matrices:
+                place = places.get(shapes[x])
+                if x not in stored and place is not None:
+                    # Pinned first, or the last product would be computed elsewhere, too.
+                    names[x] = move(move(x, owners), place)
             is_moved = eqn.primitive.name == "transpose"
             for x in eqn.outvars:
                 stored[x] = None if is_moved else places.get(x.aval.shape)
@@ -107,8 +124,12 @@ def _own(
 
 def _needs_matrices(eqn: Any) -> bool:
     """Whether an equation, or one inside of it, multiplies or factorizes matrices."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-        return all(len(contracted) + len(batch) < x.aval.ndim for x in eqn.invars)
     inside = (each for part in jaxprs_in(eqn.params) for each in equations(part))
-    return eqn.primitive.name in _FACTORIZATIONS or any(map(_needs_matrices, inside))
+    return any(map(_is_matrix_work, (eqn, *inside)))
+
+
+def _is_matrix_work(eqn: Any) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in _FACTORIZATIONS
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(len(contracted) + len(batch) < x.aval.ndim for x in eqn.invars)
