@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from ...sharding._placement import compute_sharding
-from ._jaxprs import call_function, jaxprs_in, map_jaxprs_in, open_jaxpr, variables
+from ._jaxprs import call_function, jaxprs_in, map_jaxprs_in, open_jaxpr
 
 _GRADIENT = "eqxshard_gradient"
 #: Operations that a gradient of a table may go through after the scatter.
@@ -54,7 +54,7 @@ def sum_tables_whole(jaxpr: Any) -> Any:
     #: By gradient of a lookup, the sharding to sum it in.
     whole: dict[Any, NamedSharding] = {}
     for eqn in jaxpr.eqns:
-        mark = made_by.get(*variables(eqn.invars[:1])) if _is_constraint(eqn) else None
+        mark = _maker(eqn.invars[0], made_by) if _is_constraint(eqn) else None
         if mark is not None and _is_mark(mark):
             lookups = _lookups(mark.invars[0], made_by)
             whole.update(dict.fromkeys(lookups, compute_sharding(eqn.params["sharding"])))
@@ -75,6 +75,11 @@ def _made_by(jaxpr: Any) -> dict[Any, Any]:
     return {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
 
 
+def _maker(x: Any, made_by: dict[Any, Any]) -> Any:
+    """The equation that makes an array, if there is one."""
+    return None if isinstance(x, core.Literal) else made_by.get(x)
+
+
 def _is_constraint(eqn: Any) -> bool:
     return eqn.primitive.name == "sharding_constraint"
 
@@ -85,7 +90,7 @@ def _is_mark(eqn: Any) -> bool:
 
 def _lookups(x: Any, made_by: dict[Any, Any]) -> Iterator[Any]:
     """The terms of a gradient that are scattered; a table may also make the logits."""
-    eqn = made_by.get(*variables([x]))
+    eqn = _maker(x, made_by)
     if eqn is not None and eqn.primitive.name == "add_any":
         for term in eqn.invars:
             yield from _lookups(term, made_by)
@@ -95,17 +100,17 @@ def _lookups(x: Any, made_by: dict[Any, Any]) -> Iterator[Any]:
 
 def _is_scattered(x: Any, made_by: dict[Any, Any]) -> bool:
     """Whether a gradient is a scatter-add, or a sum with one."""
-    pending, seen = variables([x]), set()
+    pending, seen = [x], set()
     while pending:
         x = pending.pop()
-        eqn = made_by.get(x)
+        eqn = _maker(x, made_by)
         if eqn is None or x in seen:
             continue
         seen.add(x)
         if eqn.primitive.name == "scatter-add":
             return True
         if eqn.primitive.name in _MOVES:
-            pending += variables(eqn.invars)
+            pending += eqn.invars
         for part in map(open_jaxpr, jaxprs_in(eqn.params)):
             # A call, a loop or a branch, whose results are those of the jaxpr inside.
             if len(part.outvars) == len(eqn.outvars):
