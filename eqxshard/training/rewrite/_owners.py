@@ -7,9 +7,9 @@ whole matrices of its layers. After the last one, another brings the result back
 al., https://arxiv.org/abs/2502.16982).
 """
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -94,8 +94,15 @@ def _own(
     stored, whole = dict(zip(jaxpr.invars, shardings, strict=True)), dict[Any, Any]()
 
     def move(x: Any, sharding: NamedSharding) -> Any:
-        eqns.append(call_function(partial(constrain_to, sharding=sharding), [x]))
+        eqns.append(call_function(ft.partial(constrain_to, sharding=sharding), [x]))
         return eqns[-1].outvars[0]
+
+    def steps(x: Any) -> list[NamedSharding]:
+        """One axis after the other: XLA would gather what moves along several at once."""
+        rest = [PartitionSpec.UNCONSTRAINED] * (len(x.aval.shape) - 1)
+        counts = range(1, len(owners.spec[0]))
+        specs = [PartitionSpec(owners.spec[0][:n], *rest) for n in counts]
+        return [*(NamedSharding(owners.mesh, spec) for spec in specs), owners]
 
     for eqn in jaxpr.eqns:
         inputs = [x for x in variables(eqn.invars) if x in stored or x in whole]
@@ -103,7 +110,8 @@ def _own(
         matrices = [x for x in inputs if len(shapes[x]) > 2 and shapes[x][0] == depth]
         names = whole
         if _needs_matrices(eqn):
-            whole.update({x: move(x, owners) for x in matrices if x not in whole})
+            for x in [x for x in matrices if x not in whole]:
+                whole[x] = ft.reduce(move, steps(x), x)
         if all(x in whole for x in matrices):
             whole.update(zip(eqn.outvars, eqn.outvars) if matrices else ())
         else:
@@ -113,7 +121,7 @@ def _own(
                 place = places.get(shapes[x])
                 if x not in stored and place is not None:
                     # Pinned first, or the last product would be computed elsewhere, too.
-                    names[x] = move(move(x, owners), place)
+                    names[x] = ft.reduce(move, [*reversed(steps(x)), place], x)
             is_moved = eqn.primitive.name == "transpose"
             for x in eqn.outvars:
                 stored[x] = None if is_moved else places.get(x.aval.shape)
