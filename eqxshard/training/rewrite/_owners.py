@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from ...sharding._explicit import constrain_to
 from ...sharding._leaves import leaf_path, stacked_depth
-from ...sharding._spec import spec_axes
+from ...sharding._spec import axes_of, spec_axes
 from ._jaxprs import call_function, equations, jaxprs_in, map_jaxpr, variables
 from ._rewrite import is_rewriting, run_rewritten
 
@@ -100,8 +100,8 @@ def _own(
     def steps(x: Any) -> list[NamedSharding]:
         """One axis after the other: XLA would gather what moves along several at once."""
         rest = [PartitionSpec.UNCONSTRAINED] * (len(x.aval.shape) - 1)
-        counts = range(1, len(owners.spec[0]))
-        specs = [PartitionSpec(owners.spec[0][:n], *rest) for n in counts]
+        axes = axes_of(owners.spec[0])
+        specs = [PartitionSpec(axes[:n], *rest) for n in range(1, len(axes))]
         return [*(NamedSharding(owners.mesh, spec) for spec in specs), owners]
 
     for eqn in jaxpr.eqns:
