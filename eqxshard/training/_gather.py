@@ -21,7 +21,7 @@ from ..sharding._explicit import (
 from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
 from ._precision import Precision, cast
-from .rewrite._sums import mark_gradient
+from .rewrite._tables import mark_gradient
 
 
 class Stored(NamedTuple):
@@ -75,8 +75,8 @@ def _gather_function(
         return constrain_to(array, used)
 
     def back(_: None, grad: Array) -> tuple[Array]:
-        grad = mark_gradient(grad).astype(dtype)
-        return (constrain_to(grad, update),)
+        grad = constrain_to(mark_gradient(grad), update)
+        return (constrain_to(grad.astype(dtype), update),)
 
     if is_passed_on:
         # Its gradient goes the same way back, and is cast and marked further out. Without

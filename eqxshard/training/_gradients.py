@@ -39,7 +39,6 @@ from ._layout import StateLayout
 from ._precision import Precision, check_patterns
 from ._state import TrainState, split_model, state_indices, with_state
 from .rewrite._float8 import with_float8
-from .rewrite._sums import sum_gradients
 
 
 class Gradients(NamedTuple):
@@ -132,9 +131,6 @@ def compute_gradients(
         )
     differentiated = with_float8(mean_loss, config.precision, models=2)
     gradient = ft.partial(jax.grad(differentiated, has_aux=True), params, frozen)
-    reduce = None if config.precision is None else config.precision.reduce
-    overflows = state.loss_scale is not None
-    gradient = sum_gradients(gradient, jax.tree.leaves(layout.update), reduce, overflows)
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
     if config.accumulate == 1:

@@ -30,6 +30,7 @@ from .rewrite._gathers import drop_gathers
 from .rewrite._guards import guard_partitioner
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
+from .rewrite._tables import sum_tables_whole
 from .rewrite._types import erase_types
 
 _DEBUG_NANS_LATE = (
@@ -91,7 +92,7 @@ def jit_on(
                 jaxpr = erase_types(jaxpr)
             convolve = fast_convolution if on_cpu else jax.lax.conv_general_dilated_p.bind
             guard = ft.partial(guard_partitioner, mesh=auto_mesh(mesh), convolve=convolve)
-            jaxpr = map_jaxpr(guard, jaxpr)
+            jaxpr = map_jaxpr(guard, map_jaxpr(sum_tables_whole, jaxpr))
             if on_cpu:
                 jaxpr = map_jaxpr(drop_gathers, map_jaxpr(fast_convolutions, jaxpr))
             return collect_checks(jaxpr, errors)

@@ -1,10 +1,8 @@
 """Optimizers: their states, of which a step changes the arrays and nothing else."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +10,8 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..sharding._explicit import auto_mesh
 from ..sharding._leaves import format_array, is_array, leaf_path
-from ..sharding._placement import broadcast_prefix
 from ._layout import StateLayout
-from .rewrite._matrices import deal_matrices
 
 #: The scope of an optimizer's update in a step.
 UPDATE = "eqxshard_update"
@@ -37,9 +32,13 @@ def check_optim(optim: Any) -> None:
 
 def takes_value(optim: optax.GradientTransformation) -> bool:
     """Whether an optimizer's update may be given the value of the loss."""
-    parameters = inspect.signature(optim.update).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return anything or "value" in parameters
+    return takes_anything(optim) or "value" in inspect.signature(optim.update).parameters
+
+
+def takes_anything(optim: optax.GradientTransformation) -> bool:
+    """Whether an optimizer's update may be given arguments that it does not know."""
+    parameters = inspect.signature(optim.update).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def init_optimizer(optim: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -81,10 +80,13 @@ def apply_update(
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the optimizer's state after an update."""
     # Some optimizers use the value of the loss, too; a few cannot be given it.
-    value: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
+    extra: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
+    if takes_anything(optim):
+        # For `per_layer`; others ignore it.
+        extra["shardings"] = layout.update
     try:
         with jax.named_scope(UPDATE):
-            updates, new = _deal_update(optim, layout)(grads, opt_state, params, value)
+            updates, new = optim.update(grads, opt_state, params, **extra)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -94,30 +96,6 @@ def apply_update(
         ) from error
     # Unlike Equinox's, optax's own keeps the parameters' types.
     return optax.apply_updates(params, updates), _check_state(new, opt_state)
-
-
-def _deal_update(
-    optim: optax.GradientTransformationExtraArgs, layout: StateLayout
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """An optimizer's update, in which work with matrices is dealt out to the devices."""
-
-    def update(*args: PyTree) -> tuple[PyTree, PyTree]:
-        arrays, static = eqx.partition(args, is_array)
-        rest: list[PyTree] = []
-
-        def traced(arrays: PyTree) -> PyTree:
-            grads, opt_state, params, value = eqx.combine(arrays, static)
-            new = optim.update(grads, opt_state, params, **value)
-            found, other = eqx.partition(new, is_array)
-            rest[:] = [other]
-            return found
-
-        places = layout.update, layout.opt_state, layout.update, layout.replicated
-        shardings: Any = broadcast_prefix(places, arrays)
-        new = deal_matrices(traced, auto_mesh(layout.mesh), shardings)(arrays)
-        return eqx.combine(new, rest[0])
-
-    return update
 
 
 def _check_state(new: PyTree, old: PyTree) -> PyTree:

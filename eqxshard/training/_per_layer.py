@@ -15,7 +15,7 @@ from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
 from ..sharding._text import did_you_mean, first_few
 from ._optimizer import check_optim
-from .rewrite._matrices import each_layer
+from .rewrite._owners import map_layers
 
 #: The scope of what looks at one layer of a stack at a time.
 PER_LAYER = "eqxshard_per_layer"
@@ -32,10 +32,10 @@ def per_layer(
     matrix, or all layers for one. Adam, Lion and the like do not need this.
 
     The optimizer's update runs under [`jax.vmap`][] over the dim of layers, with a state
-    for each layer that is sharded like its parameters. What multiplies or factorizes
-    matrices, such as Muon, a train step deals out: each matrix is whole on one device, to
-    which an all-to-all brings it (Liu et al., https://arxiv.org/abs/2502.16982; Ahn et
-    al., https://arxiv.org/abs/2504.05295). Everything else is updated by the
+    for each layer that is sharded like its parameters. While it multiplies or factorizes
+    matrices, as Muon does, a train step splits the stack by layers, if their number
+    divides: each matrix is whole on one device, to which an all-to-all brings it (Liu et
+    al., https://arxiv.org/abs/2502.16982). Everything else is updated by the
     optimizer as it is. This is an `optax.partition`: each sees the whole tree of
     parameters, with `optax.MaskedNode` in the place of the others, so that masks and
     labels by path keep their meaning.
@@ -111,11 +111,15 @@ def _each_layer(
         return jax.tree.map(own_keys, jax.vmap(optim.init)(params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree = None,
+        shardings: PyTree = None,
+        **extra: Any,
     ) -> tuple[PyTree, Any]:
-        update_layer = each_layer(lambda *layer: optim.update(*layer, **extra))
+        update_layer = partial(optim.update, **extra)
         with jax.named_scope(PER_LAYER):
-            return jax.vmap(update_layer)(updates, state, params)
+            return map_layers(update_layer, (updates, state, params), shardings)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

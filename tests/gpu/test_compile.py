@@ -120,14 +120,14 @@ def test_several_steps_in_one_program_reuse_the_memory_of_the_state(gpus):
 def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus)
     assert ops
-    assert_no_activations_of_others(ops, model, mesh)
+    assert_no_activations_of_others(ops)
 
 
 @pytest.mark.parametrize("mesh", graded(MESHES, ["data=2,fsdp=4"]))
 @pytest.mark.parametrize("model", TABLES)
 def test_nor_if_a_table_is_split_by_word(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus, BY_WORD)
-    assert_no_activations_of_others(ops, model, mesh)
+    assert_no_activations_of_others(ops)
 
 
 def test_activations_may_wait_in_the_memory_of_the_host(gpus):

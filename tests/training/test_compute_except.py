@@ -72,8 +72,7 @@ def make_batch():
 
 
 def make(mesh, rule, patterns=EXCEPT, loss_fn=loss_fn, **options):
-    reduce = options.pop("reduce", jnp.float32)
-    precision = eqxshard.Precision(reduce=reduce, compute_except=patterns)
+    precision = eqxshard.Precision(compute_except=patterns)
     options |= {"make_model": Timed, "precision": precision}
     return step_helpers.make(mesh, rule, loss_fn, OPTIM, **options)
 
@@ -92,11 +91,8 @@ def reference(model, batch):
 
 @pytest.mark.parametrize("mesh, rule", MESHES)
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "reduce", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
-)
-def test_a_step_is_what_one_would_write_by_hand(mesh, rule, accumulate, reduce):
-    state, step = make(mesh, rule, accumulate=accumulate, reduce=reduce)
+def test_a_step_is_what_one_would_write_by_hand(mesh, rule, accumulate):
+    state, step = make(mesh, rule, accumulate=accumulate)
     before = jax.tree.map(jnp.asarray, jax.device_get(state.model))
     batch = jax.tree.map(jnp.asarray, make_batch())
     loss, grads = reference(before, batch)
@@ -192,7 +188,7 @@ def test_a_gradient_of_what_is_named_is_summed_in_float32():
     def linear(model, batch, key):
         return model.rotary.table[0, 0] * batch["clock"]["time"]
 
-    state, step = make("data=8", "replicate", loss_fn=linear, reduce=jnp.bfloat16)
+    state, step = make("data=8", "replicate", loss_fn=linear)
     before = float(state.model.rotary.table[0, 0])
     batch = make_batch()
     state, _ = step(state, batch)

@@ -81,28 +81,20 @@ def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
         np.testing.assert_allclose((old - new) / 0.1, grad, atol=3e-2 * scale)
 
 
-def test_sums_of_bfloat16_have_a_kernel_on_cpus():
-    """XLA has none for some products of 16 bits with sums of 32; only running tells."""
-    losses = []
-    for fsdp in (1, 4):
-        mesh = eqxshard.make_mesh(data=1, fsdp=fsdp, devices=jax.devices()[:fsdp])
-        state = eqxshard.init_state(
-            lambda key: eqx.nn.MLP(16, 4, 64, 1, key=key),
-            OPTIM,
-            key=KEY,
-            mesh=mesh,
-            rule=eqxshard.fsdp(min_size=64),
-            precision=BF16,
-        )
-        train_step = eqxshard.make_train_step(
-            lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]) ** 2, -1),
-            OPTIM,
-            lint="off",
-        )
-        x = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
-        state, _ = train_step(state, {"x": x})
-        losses.append(train_step(state, {"x": x})[1].compute()["loss"])
-    np.testing.assert_allclose(*losses, rtol=2e-2)
+def test_rounding_in_the_loss_function_is_part_of_it():
+    """The gradient of what is rounded is rounded, on several devices as on one."""
+
+    def loss_fn(model, batch, key):
+        rounded = model.first.bias[0].astype(jnp.bfloat16).astype(jnp.float32)
+        return rounded * batch["x"][:, 0]
+
+    state, train_step = make(loss_fn, None, *step_helpers.SPLITS[1])
+    before = np.asarray(state.model.first.bias[0])
+    batch = make_batch() | {"x": np.full((32, 8), 1.001, np.float32)}
+    state, _ = train_step(state, batch)
+    change = (before - np.asarray(state.model.first.bias[0])) / 0.1
+    # 1.001 is 1 in bfloat16.
+    np.testing.assert_allclose(change, 1, rtol=1e-5)
 
 
 def test_gradients_are_accumulated_in_float32():

@@ -135,8 +135,6 @@ VALUES: Mistakes = {
     "none is called data or fsdp": lambda: step(mesh=jax.make_mesh((8,), ("dp",))),
     "not a floating-point type": lambda: eqxshard.Precision(jnp.int8),
     "params=None": lambda: eqxshard.Precision(params=NOTHING),
-    "not a type to sum gradients in": lambda: eqxshard.Precision(reduce="float16"),
-    "no bfloat16 gradients": lambda: eqxshard.Precision(None, reduce="bfloat16"),
     "must be at least 1 each": lambda: eqxshard.Precision(initial_scale=0.5),
 }
 TYPES: Mistakes = {

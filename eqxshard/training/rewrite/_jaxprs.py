@@ -1,6 +1,5 @@
 """Walking through jaxprs, and making equations of functions."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -81,14 +80,12 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def call_function(
-    fn: Callable[..., Any], variables: Sequence[Any], scope: str | None = REWRITTEN
-) -> Any:
-    """An equation that calls a function on variables, in a scope if its code is ours."""
+def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
+    """An equation that calls a function of ours on variables, in a scope that says so."""
 
     @jax.jit
     def rewritten(*args: Any) -> Any:
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        with jax.named_scope(REWRITTEN):
             return fn(*args)
 
     avals = [variable.aval for variable in variables]
