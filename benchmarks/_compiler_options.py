@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eqxshard
+from eqxshard.planning import Target
 from eqxshard.planning._backends import find_backend, install
 
 # In front of this folder, which has a gpt.py as well.
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--options", nargs="+", choices=[*OPTIONS], default=[*OPTIONS])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if find_backend(eqxshard.Target.named("h200"), None) != "gpu":
+    if find_backend(Target.named("h200"), None) != "gpu":
         print(f"The compiler for GPUs is not installed; run `{install('gpu')}`.")
         return
     found: dict[str, dict[str, dict[str, float]]] = {}

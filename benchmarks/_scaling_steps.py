@@ -20,6 +20,7 @@ import optax
 from _side_by_side import take_turns
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 OPTIM = optax.adam(1e-3)
 #: Collectives of simulated devices share one pool of threads: they deadlock when too many
@@ -48,7 +49,7 @@ def by_eqxshard(rows: int) -> Callable[[], Any]:
     key = jax.random.key(0)
     state = eqxshard.init_state(make_model, OPTIM, key=key, mesh=mesh, rule=rule)
     train_step = eqxshard.make_train_step(losses, OPTIM, mesh=mesh, rule=rule)
-    batch = global_batch(make_rows(rows), eqxshard.batch_sharding(mesh))
+    batch = global_batch(make_rows(rows), batch_sharding(mesh))
 
     def step() -> Any:
         nonlocal state

@@ -38,6 +38,7 @@ from rich.table import Table
 import eqxshard
 from eqxshard.compiled._communication import Operation
 from eqxshard.compiled._hlo import Instruction, Module, parse_module
+from eqxshard.planning import Efficiency, Target
 from eqxshard.planning._costs import Costs
 from eqxshard.planning._efficiency import Work
 from eqxshard.planning._make_plan import make_request
@@ -58,7 +59,7 @@ FITTED = {
     "exponent": [n / 20 for n in range(6, 21)],
 }
 #: Efficiencies are fitted at full power.
-KNOWN = eqxshard.Target.named("h100").efficiency or eqxshard.Efficiency()
+KNOWN = Target.named("h100").efficiency or Efficiency()
 STORED = HERE / "published_steps.json"
 
 
@@ -74,8 +75,8 @@ class Run:
         return math.prod(self.table["mesh"].values())
 
     @property
-    def target(self) -> eqxshard.Target:
-        known = eqxshard.Target.named(self.table["device"])
+    def target(self) -> Target:
+        known = Target.named(self.table["device"])
         return dataclasses.replace(known, **self.table.get("target", {}))
 
     @property
@@ -101,10 +102,10 @@ class Run:
         return functools.cache(read_recorded)
 
     @functools.cache  # noqa: B019 (Fits that leave one out try the same.)
-    def ratio(self, efficiency: eqxshard.Efficiency | None) -> float:
+    def ratio(self, efficiency: Efficiency | None) -> float:
         """Planned over published seconds: about, or at least."""
         if efficiency is not None:
-            full = eqxshard.Target.named(self.table["device"]).power
+            full = Target.named(self.table["device"]).power
             efficiency = dataclasses.replace(efficiency, power=full)
         made = Schedule(self.module, self.operations, self.target, efficiency, self.work)
         return made.length / self.published
@@ -188,10 +189,10 @@ def compile_all(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield done.stdout
 
 
-def fit(runs: Sequence[Run]) -> eqxshard.Efficiency:
+def fit(runs: Sequence[Run]) -> Efficiency:
     """The efficiency at which the logarithms of times are off by the least, on average."""
 
-    def miss(efficiency: eqxshard.Efficiency) -> float:
+    def miss(efficiency: Efficiency) -> float:
         return statistics.fmean(abs(math.log(run.ratio(efficiency))) for run in runs)
 
     found = KNOWN
@@ -212,7 +213,7 @@ def median_error(ratios: Sequence[float]) -> float:
     return statistics.median(abs(ratio - 1) for ratio in ratios)
 
 
-def judge(runs: Sequence[Run], efficiency: eqxshard.Efficiency) -> dict[str, float]:
+def judge(runs: Sequence[Run], efficiency: Efficiency) -> dict[str, float]:
     """The median error on what is held out, of "about" and of the simpler models."""
     fitted, held = half(runs, "fit"), half(runs, "held")
     factor = statistics.median(run.ratio(None) for run in fitted)
@@ -224,7 +225,7 @@ def judge(runs: Sequence[Run], efficiency: eqxshard.Efficiency) -> dict[str, flo
     }
 
 
-def misordered(runs: Sequence[Run], efficiency: eqxshard.Efficiency) -> list[str]:
+def misordered(runs: Sequence[Run], efficiency: Efficiency) -> list[str]:
     """The pairs of meshes of one model whose order is not as published."""
     speeds = [
         (run.table["published"], run.table["published"] / run.ratio(efficiency), run)
@@ -238,7 +239,7 @@ def misordered(runs: Sequence[Run], efficiency: eqxshard.Efficiency) -> list[str
     ]
 
 
-def print_table(runs: Sequence[Run], efficiency: eqxshard.Efficiency) -> None:
+def print_table(runs: Sequence[Run], efficiency: Efficiency) -> None:
     table = Table("run", "half", title="tokens/s of a GPU", title_justify="left")
     for column in ("published", "at most", "about", "error of about"):
         table.add_column(column, justify="right")

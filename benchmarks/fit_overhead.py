@@ -21,6 +21,8 @@ from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
 from eqxshard.callbacks import Callback
+from eqxshard.sharding import batch_sharding
+from eqxshard.training import Metrics
 
 WIDTH, BATCH_SIZE, LOG_EVERY = 16, 32, 50
 OPTIM = optax.adam(1e-3)
@@ -79,7 +81,7 @@ def by_hand(start: Callable[[], Any], train_step: Any, batch: Any, steps: int) -
         state, metrics = train_step(state, batch)
         history.append(metrics)
         if step % LOG_EVERY == 0:
-            tracker.log(step, eqxshard.Metrics.stack(history).compute())
+            tracker.log(step, Metrics.stack(history).compute())
             history.clear()
     jax.block_until_ready(state)
 
@@ -112,7 +114,7 @@ def main() -> None:
     mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
     where: Any = {"mesh": mesh, "rule": eqxshard.replicate()}
     x, y = jax.random.normal(jax.random.key(1), (2, BATCH_SIZE, WIDTH))
-    batch = eqxshard.filter_shard({"x": x, "y": y}, eqxshard.batch_sharding(mesh))
+    batch = eqxshard.filter_shard({"x": x, "y": y}, batch_sharding(mesh))
     make_model = lambda key: eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=key)  # noqa: E731
     state = eqxshard.init_state(make_model, OPTIM, key=jax.random.key(0), **where)
     train_step = eqxshard.make_train_step(losses, OPTIM, **where)

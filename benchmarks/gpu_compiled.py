@@ -33,6 +33,7 @@ from jax.experimental import topologies
 
 import eqxshard
 from eqxshard.compiled._hlo import Instruction, Module, parse_module
+from eqxshard.planning import Target
 from eqxshard.planning._backends import find_backend, install, wheels_folder
 from eqxshard.planning._costs import FREE, Costs
 from eqxshard.planning._schedule import Schedule, compute_seconds
@@ -47,7 +48,7 @@ with_jax = importlib.import_module("with_jax")
 
 BATCH_SIZE, STEPS_OF_EPOCH, STACKED = 256, 235, 8
 OPTIM = recipe.OPTIMIZERS["adamw"](5e-3)
-TARGET = eqxshard.Target.named("h200")
+TARGET = Target.named("h200")
 
 
 @dataclass(frozen=True)

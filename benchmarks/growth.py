@@ -37,6 +37,7 @@ import optax
 from _side_by_side import Contest, Growth, Report, Turn, parser, take_turns
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 BATCH_SIZE, WIDTH = 128, 64
 #: Of a batch of the models that grow, and the elements of a small leaf.
@@ -85,7 +86,7 @@ def make_steps(make: Callable[[Any], Any], width: int) -> dict[str, Callable[[in
     """Functions that take a number of steps: by hand, and by eqxshard."""
     mesh, rule, key = eqxshard.make_mesh(data=1), eqxshard.replicate(), jax.random.key(0)
     x = jax.random.normal(jax.random.key(1), (ROWS, width))
-    batch = eqxshard.filter_shard({"x": x}, eqxshard.batch_sharding(mesh))
+    batch = eqxshard.filter_shard({"x": x}, batch_sharding(mesh))
     state = eqxshard.init_state(make, OPTIM, key=key, mesh=mesh, rule=rule)
     train_step = eqxshard.make_train_step(mean_squares, OPTIM, mesh=mesh, rule=rule)
     params, static = eqx.partition(make(key), eqx.is_array)
@@ -215,7 +216,7 @@ def against_depth(depths: list[int], rounds: int) -> list[Contest]:
     contests = []
     mesh, rule, optim = eqxshard.make_mesh(data=1), eqxshard.replicate(), OPTIM
     x = jax.random.normal(jax.random.key(1), (BATCH_SIZE, WIDTH))
-    batch = eqxshard.filter_shard({"x": x}, eqxshard.batch_sharding(mesh))
+    batch = eqxshard.filter_shard({"x": x}, batch_sharding(mesh))
     for depth in depths:
         compiles, steps = {}, {}
         for name, (make, apply) in {

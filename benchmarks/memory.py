@@ -29,6 +29,7 @@ from _side_by_side import Contest, Report, parser
 
 import eqxshard
 from eqxshard.compiled._hlo import Instruction, parse_module
+from eqxshard.planning import Target
 from eqxshard.planning._backends import find_backend
 
 OPTIM = optax.adam(1e-3)
@@ -154,7 +155,7 @@ class Case:
 
     def measures(self, name: str = "eqxshard") -> dict[str, Callable[[], int]]:
         found = {name: self.on_cpus}
-        if find_backend(eqxshard.Target.named("h200"), None) == "gpu":
+        if find_backend(Target.named("h200"), None) == "gpu":
             found[f"{name}, compiled for an H200"] = self.on_gpus
         return found
 

@@ -25,6 +25,8 @@ import optax
 from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
+from eqxshard.training import TrainStep
 
 WIDTH, BATCH_SIZE, STACKED = 16, 32, 64
 OPTIM = optax.adam(1e-3)
@@ -66,7 +68,7 @@ def by_train_step(make_model: Any, batch: Any, mesh: Any, nonfinite: Any) -> Con
 def by_many(make_model: Any, batch: Any, mesh: Any, nonfinite: Any) -> Contestant:
     state, train_step = start(make_model, mesh, nonfinite)
     batches = jax.tree.map(lambda x: jnp.stack([x] * STACKED), batch)
-    batches = eqxshard.filter_shard(batches, eqxshard.batch_sharding(mesh, stacked=True))
+    batches = eqxshard.filter_shard(batches, batch_sharding(mesh, stacked=True))
 
     def run(steps: int) -> int:
         nonlocal state
@@ -79,7 +81,7 @@ def by_many(make_model: Any, batch: Any, mesh: Any, nonfinite: Any) -> Contestan
     return run
 
 
-def start(make_model: Any, mesh: Any, nonfinite: Any) -> tuple[Any, eqxshard.TrainStep]:
+def start(make_model: Any, mesh: Any, nonfinite: Any) -> tuple[Any, TrainStep]:
     rule, key = eqxshard.replicate(), jax.random.key(0)
     state = eqxshard.init_state(make_model, OPTIM, key=key, mesh=mesh, rule=rule)
     return state, eqxshard.make_train_step(
@@ -210,7 +212,7 @@ def model_and_batch(depth: int, mesh: Any) -> tuple[Any, Any]:
         return eqx.nn.MLP(WIDTH, WIDTH, WIDTH, depth - 1, key=key)
 
     x, y = jax.random.normal(jax.random.key(1), (2, BATCH_SIZE, WIDTH))
-    batch = eqxshard.filter_shard({"x": x, "y": y}, eqxshard.batch_sharding(mesh))
+    batch = eqxshard.filter_shard({"x": x, "y": y}, batch_sharding(mesh))
     return make_model, batch
 
 

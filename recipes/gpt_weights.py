@@ -22,6 +22,7 @@ from gpt_model import GPT, Shape
 
 import eqxshard
 from eqxshard import nn
+from eqxshard.checkpoint import compare_weights
 
 Folder = str | os.PathLike[str]
 
@@ -191,7 +192,7 @@ def load(folder: Folder, like: GPT) -> GPT:
         return {"rename": rename, "transform": transform, "ignore": ignore}
 
     # OpenAI's own GPT-2 and others were saved without a head, and have shorter names.
-    is_short = not eqxshard.compare_weights(folder, like, **options("")).missing
+    is_short = not compare_weights(folder, like, **options("")).missing
     return eqxshard.load_weights(folder, like, **options("" if is_short else family.prefix))
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 
 import eqxshard
 from eqxshard.parallel import mixture_of_experts, pipeline, ring_attention
+from eqxshard.sharding import describe_mesh
 
 
 class Classifier(eqx.Module):
@@ -158,7 +159,7 @@ def show_strategies(args, console):
         console.print(eqxshard.explain(state.model, mesh, rule, optim=optax.adamw(1e-3)))
         difference = float(np.max(np.abs(losses - expected) / expected))
         worst = max(worst, difference)
-        mesh_text = eqxshard.describe_mesh(mesh)
+        mesh_text = describe_mesh(mesh)
         summary.add_row(name, mesh_text, f"{losses[-1]:.5f}", f"{difference:.1e}")
     console.print(summary)
     return worst
@@ -203,7 +204,7 @@ def show_layers(args, console):
     ]:
         mesh = eqxshard.run.mesh_from_text(f"data=1,{axis}={devices}", devices=devices)
         difference = compare_with_one_device(function, arguments, specs, mesh)
-        table.add_row(eqxshard.describe_mesh(mesh), f"{difference:.1e}")
+        table.add_row(describe_mesh(mesh), f"{difference:.1e}")
         differences.append(difference)
     console.print(table)
     return max(differences)

@@ -11,6 +11,7 @@ import optax
 from equinox import nn
 
 import eqxshard
+from eqxshard.sharding import Rule
 from eqxshard.testing import Collective, collectives
 
 ROWS, SEQ, WIDTH, VOCAB = 16, 7, 64, 512
@@ -116,7 +117,7 @@ FSDP = eqxshard.fsdp(min_size=1)
 BY_WORD = eqxshard.combine(eqxshard.by_path({r"embed\.weight": jax.P("fsdp")}), FSDP)
 
 
-def step_collectives(model, mesh, devices, rule: eqxshard.Rule = FSDP):
+def step_collectives(model, mesh, devices, rule: Rule = FSDP):
     """The collectives of a step, compiled for these devices."""
     make_model, loss_fn, x = MODELS[model]
     optim = optax.sgd(1e-2)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard.parallel import pipeline
+from eqxshard.sharding import batch_sharding
 
 WIDTH, LAYERS, ROWS = 16, 8, 32
 KEY = jax.random.key(7)
@@ -135,7 +136,7 @@ def compile_grad(mesh, microbatches):
     model, batch, key = make_model(), make_batch(), jax.random.key(1)
     if mesh is not None:
         model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, RULE))
-        batch = jax.device_put(batch, eqxshard.batch_sharding(mesh))
+        batch = jax.device_put(batch, batch_sharding(mesh))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, batch, key):

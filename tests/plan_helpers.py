@@ -8,6 +8,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
+from eqxshard.planning import Plan, PlannedMemory, PlannedTime, Target
 from eqxshard.planning._process import Request
 
 OPTIM = lenient(optax.adam(1e-3))
@@ -21,7 +22,7 @@ REQUEST = Request(
     batch=BATCH,
     mesh_shape={"fsdp": 8},
     rule=RULE,
-    target=eqxshard.Target.named("h200"),
+    target=Target.named("h200"),
     backend="cpu",
     trainable=True,
     precision=None,
@@ -34,11 +35,11 @@ def made_by_hand(memory, collectives=(), **fields):
     names = ["parameters", "optimizer state", "other state", "batch"]
     arguments = dict(zip(names, memory, strict=False))
     given = dict(
-        target=eqxshard.Target.named("h200"),
+        target=Target.named("h200"),
         backend="gpu",
         mesh={"fsdp": 8},
         devices=8,
-        memory=eqxshard.PlannedMemory(arguments, *memory[4:]),
+        memory=PlannedMemory(arguments, *memory[4:]),
         flops={},
         collectives=tuple(collectives),
         time=None,
@@ -50,7 +51,7 @@ def made_by_hand(memory, collectives=(), **fields):
         settings={},
         findings=Findings(),
     )
-    return eqxshard.Plan(**{**given, **fields})
+    return Plan(**{**given, **fields})
 
 
 def by_hand(mesh, peak=20 * 10**9, step=0.1):
@@ -58,5 +59,5 @@ def by_hand(mesh, peak=20 * 10**9, step=0.1):
     return made_by_hand(
         (20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
         mesh=mesh,
-        time=eqxshard.PlannedTime(step, step, 0.0, {}, {}),
+        time=PlannedTime(step, step, 0.0, {}, {}),
     )

@@ -21,6 +21,8 @@ import optax
 from restore_memory import in_child, memory
 
 import eqxshard
+from eqxshard.planning import Plan
+from eqxshard.sharding import batch_sharding
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 
@@ -145,7 +147,7 @@ def _measure(name: str) -> Measured:
     return Measured(state, planned, memory("VmHWM") - before)
 
 
-def _plan(case: Case) -> eqxshard.Plan:
+def _plan(case: Case) -> Plan:
     given = (case.make_model, case.loss_fn, OPTIM, case.batch)
     options: Any = {"rule": case.rule, "accumulate": case.accumulate}
     return eqxshard.plan(*given, mesh_shape=case.mesh, target="cpu", **options)
@@ -166,7 +168,7 @@ def _prepare(case: Case) -> Callable[[], None]:
     copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 
     def train() -> None:
-        batch = eqxshard.filter_shard(dict(case.batch), eqxshard.batch_sharding(mesh))
+        batch = eqxshard.filter_shard(dict(case.batch), batch_sharding(mesh))
         state = eqx.combine(copy(arrays), rest)
         for _ in range(6):
             state, _ = step(state, batch)

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import eqxshard
+from eqxshard.planning import Plan
 from eqxshard.planning._targets import Compiler
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -43,14 +44,12 @@ CASES = {
 }
 
 
-def plan_recipe(name: str, backend: Compiler) -> tuple[eqxshard.Plan, int]:
+def plan_recipe(name: str, backend: Compiler) -> tuple[Plan, int]:
     """The plan of a case, and the bytes of its state on one of eight real devices."""
     recipe, options, _ = CASES[name]
-    found: list[tuple[eqxshard.Plan, int]] = []
+    found: list[tuple[Plan, int]] = []
 
-    def plan(
-        make_model: Any, loss_fn: Any, optim: Any, batch: Any, **options: Any
-    ) -> eqxshard.Plan:
+    def plan(make_model: Any, loss_fn: Any, optim: Any, batch: Any, **options: Any) -> Plan:
         made = eqxshard.plan(make_model, loss_fn, optim, batch, backend=backend, **options)
         state = eqxshard.abstract_state(
             make_model,
@@ -76,7 +75,7 @@ def plan_recipe(name: str, backend: Compiler) -> tuple[eqxshard.Plan, int]:
     return found[0]
 
 
-def check_recipe(name: str, backend: Compiler) -> eqxshard.Plan:
+def check_recipe(name: str, backend: Compiler) -> Plan:
     """Its state to the byte, and what goes along each axis; return its plan."""
     plan, state = plan_recipe(name, backend)
     print(plan)

@@ -11,6 +11,7 @@ import numpy as np
 from gpt_model import GPT, Shape
 
 import eqxshard
+from eqxshard.planning import Plan
 
 SHAPE = Shape(
     layers=4,
@@ -47,7 +48,7 @@ def plan_gpt(
     rows: int = ROWS,
     microbatches: int = 1,
     **options: Any,
-) -> eqxshard.Plan:
+) -> Plan:
     """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
     tokens = jax.ShapeDtypeStruct((rows, shape.seq_len), jnp.int32)
     return eqxshard.plan(
@@ -181,7 +182,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
     }
 
 
-def traffic(plan: eqxshard.Plan) -> dict[tuple[str, str], float]:
+def traffic(plan: Plan) -> dict[tuple[str, str], float]:
     """By axes and kind, what a plan says is sent, without what sends scalars alone."""
     sent: dict[tuple[str, str], float] = {}
     for each in plan.collectives:

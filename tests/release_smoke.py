@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 version, folder = sys.argv[1:]
 assert eqxshard.__version__ == version
@@ -41,9 +42,7 @@ state = eqxshard.init_state(
 )
 step = eqxshard.make_train_step(losses, optim)
 rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-batch = eqxshard.filter_shard(
-    {"x": rows, "y": rows.sum(axis=1)}, eqxshard.batch_sharding(mesh)
-)
+batch = eqxshard.filter_shard({"x": rows, "y": rows.sum(axis=1)}, batch_sharding(mesh))
 found = []
 for _ in range(2):
     state, metrics = step(state, batch)

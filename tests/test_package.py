@@ -161,6 +161,11 @@ def test_every_public_name_is_re_exported_once_as_itself():
         assert wrong == [] and len(names) == len(set(names)), front
 
 
+def test_the_top_level_has_at_most_fifty_names():
+    names = [name for name in dir(eqxshard) if not name.startswith("_")]
+    assert len(names) <= 50, names
+
+
 def public_objects():
     """Every public function, class and method, by its full name."""
     for front in FRONTS:

@@ -22,6 +22,8 @@ from jax.sharding import AxisType
 
 import eqxshard
 from eqxshard.parallel import mixture_of_experts
+from eqxshard.sharding import batch_sharding, name_batch_axes
+from eqxshard.training import Metrics
 
 KEY = jax.random.key(0)
 ROWS, TIMES, DIM, STEPS = 16, 4, 8, 3
@@ -195,7 +197,7 @@ def loss_fn(pair, batch, key, teacher=None):
 
 def foreign():
     mesh = jax.make_mesh((2, 4), ("rows", "parts"), axis_types=(AxisType.Auto,) * 2)
-    return eqxshard.name_batch_axes(mesh, ("rows", "parts"))
+    return name_batch_axes(mesh, ("rows", "parts"))
 
 
 MESHES: dict[str, Any] = {
@@ -340,7 +342,7 @@ def train(case):
     if case["many"]:
         batches = [stack(batches)]
     if case["placed"]:
-        rows = eqxshard.batch_sharding(mesh, stacked=case["many"])
+        rows = batch_sharding(mesh, stacked=case["many"])
         batches = [jax.device_put(batch, rows) for batch in batches]
     found = []
     with compiles("train_steps" if case["many"] else "train_step") as events:
@@ -350,7 +352,7 @@ def train(case):
             found.append(jax.device_get(metrics))
     assert events.count("backend_compile_duration") == 1
     after = arrays_of(state.model, state.model_state, state.opt_state)
-    return eqxshard.Metrics.stack(found), before, after
+    return Metrics.stack(found), before, after
 
 
 def arrays_of(*trees):

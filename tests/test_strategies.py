@@ -19,6 +19,7 @@ from transformer import Transformer, make_tokens, next_token_losses
 
 import eqxshard
 from eqxshard.parallel import mixture_of_experts, pipeline, ring_attention
+from eqxshard.sharding import Rule
 
 STEPS, ROWS, SEQ, WIDTH = 20, 16, 16, 16
 FSDP, ZERO1 = eqxshard.fsdp(min_size=64), eqxshard.zero1(min_size=64)
@@ -232,7 +233,7 @@ GRID = eqxshard.by_dim(
 )
 #: By name: the rule, the axes, and the number of devices that it splits parameters over. It
 #: splits the optimizer's state over all 8.
-SPLITS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
+SPLITS: dict[str, tuple[Rule, dict[str, Any], int]] = {
     "FSDP over two axes": (
         eqxshard.fsdp(min_size=1, axis=("data", "fsdp")),
         {"data": 2, "fsdp": 4},

@@ -12,6 +12,7 @@ import numpy as np
 from _task import LOADER_STEPS, Contestant, Task
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 IMAGES, SHAPE = 60_000, (28, 28)
 
@@ -30,7 +31,7 @@ def make(task: Task) -> Contestant:
     )
 
     def by_hand() -> Iterator[jax.Array]:
-        sharding = eqxshard.batch_sharding(mesh)
+        sharding = batch_sharding(mesh)
         size = task.batch_size // processes
         for epoch in itertools.count():
             order = np.random.RandomState([0, epoch]).permutation(IMAGES)

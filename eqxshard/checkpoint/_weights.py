@@ -236,7 +236,7 @@ def compare_weights(
 
     **Returns:**
 
-    An [`eqxshard.WeightsReport`][].
+    An [`eqxshard.checkpoint.WeightsReport`][].
 
     **Raises:**
 
@@ -246,7 +246,7 @@ def compare_weights(
 
         ```python
         like = eqx.filter_eval_shape(make_model, key)
-        print(eqxshard.compare_weights("model.safetensors", like))
+        print(eqxshard.checkpoint.compare_weights("model.safetensors", like))
         ```
     """
     refuse_state(like, "compare_weights")

@@ -6,6 +6,7 @@ from ._fashion_mnist import synthetic_fashion as synthetic_fashion
 from ._host import RandomTransform as RandomTransform
 from ._loader import Loader as Loader
 from ._records import RecordSource as RecordSource
+from ._resident import DeviceBatches as DeviceBatches
 from ._samplers import Sampler as Sampler
 from ._samplers import UniformSampler as UniformSampler
 from ._samplers import WeightedSampler as WeightedSampler

@@ -296,7 +296,7 @@ class Loader:
 
         **Returns:**
 
-        The batches, as [`eqxshard.TrainStep.many`][] takes them.
+        The batches, as [`eqxshard.training.TrainStep.many`][] takes them.
 
         **Raises:**
 

@@ -46,10 +46,11 @@ def explain(
 
     **Returns:**
 
-    An [`eqxshard.Explanation`][]. It prints as a table: path, shape, dtype, spec, bytes
-    per device, the rule that decided, and why if a leaf could not be split. (If gradients
-    and optimizer state are split otherwise, a column says how.) Below it are the bytes of
-    parameters, gradients and optimizer state. Its fields have the same for programs.
+    An [`eqxshard.inspect.Explanation`][]. It prints as a table: path, shape, dtype, spec,
+    bytes per device, the rule that decided, and why if a leaf could not be split. (If
+    gradients and optimizer state are split otherwise, a column says how.) Below it are the
+    bytes of parameters, gradients and optimizer state. Its fields have the same for
+    programs.
 
     **Raises:**
 

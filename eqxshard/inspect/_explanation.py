@@ -25,7 +25,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of an [`eqxshard.Explanation`][] or an [`eqxshard.Plan`][].
+    """One array of an [`eqxshard.inspect.Explanation`][], or of a plan.
 
     - `path`: such as `layers.0.weight`.
     - `shape`, `dtype`: of the whole array.
@@ -79,7 +79,7 @@ class Leaf:
 class Explanation:
     """The decision of a rule for each array of a model; `print` it.
 
-    - `leaves`: one [`eqxshard.Leaf`][] for each array.
+    - `leaves`: one [`eqxshard.inspect.Leaf`][] for each array.
     - `mesh`: the mesh.
     - `parameters`: the bytes of the floating-point (and complex) arrays: a pair of
         `whole`, those of the whole arrays, and `per_device`, those of one device's part.
@@ -88,8 +88,8 @@ class Explanation:
     - `optimizer_state`: the bytes of the optimizer's state; `None` without an optimizer.
     - `host`: the bytes of each device's part of the optimizer's state that are in the
         host's memory, under [`eqxshard.offload`][]. They are not in `per_device`.
-    - `other_shapes`: one [`eqxshard.Leaf`][] for each array of the optimizer's state that
-        is not shaped like its parameter, such as the factors of Adafactor.
+    - `other_shapes`: one [`eqxshard.inspect.Leaf`][] for each array of the optimizer's
+        state that is not shaped like its parameter, such as the factors of Adafactor.
     """
 
     leaves: tuple[Leaf, ...]

@@ -70,7 +70,7 @@ def lint(
 
     **Returns:**
 
-    A tuple of [`eqxshard.Finding`][]s, which prints as one line for each.
+    A tuple of [`eqxshard.inspect.Finding`][]s, which prints as one line for each.
 
     **Raises:**
 

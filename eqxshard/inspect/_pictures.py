@@ -56,7 +56,8 @@ def draw(
 
     **Returns:**
 
-    An [`eqxshard.Picture`][]: `print` it, or make it the last line of a notebook's cell.
+    An [`eqxshard.inspect.Picture`][]: `print` it, or make it the last line of a notebook's
+    cell.
 
     **Raises:**
 

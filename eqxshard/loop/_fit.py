@@ -73,8 +73,8 @@ def fit(
         that have taken the same number of steps, such as a dict with those of a GAN.
         Donated.
     - `train_step`: from [`eqxshard.make_train_step`][]; or a function of your own from
-        the state (or states) and a batch to the new state and [`eqxshard.Metrics`][],
-        which adds 1 to each state's `step`.
+        the state (or states) and a batch to the new state and
+        [`eqxshard.training.Metrics`][], which adds 1 to each state's `step`.
     - `loader`: an [`eqxshard.Loader`][], or another object with `seek(step)` and
         `__iter__`. Without `__len__` it has no epochs.
     - `steps`, `epochs`: when to stop, counted from step 0 (not from `state.step`). Give
@@ -107,8 +107,8 @@ def fit(
         or scheduler starts the run again from its newest checkpoint; `None` for never. It
         must be longer than the longest compilation, evaluation or save, or the run ends
         there each time.
-    - `extra`: given to each step, such as a teacher; see [`eqxshard.TrainStep`][]. A
-        callback may replace it. It is not saved.
+    - `extra`: given to each step, such as a teacher; see [`eqxshard.training.TrainStep`][].
+        A callback may replace it. It is not saved.
 
     **Returns:**
 

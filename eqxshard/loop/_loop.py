@@ -53,7 +53,7 @@ class Loop:
 
     @property
     def metrics(self) -> Metrics:
-        """The [`eqxshard.Metrics`][] of the last step; nothing waits for them yet."""
+        """The [`eqxshard.training.Metrics`][] of the last step, not waited for yet."""
         if not self.taken.weight.ndim:
             return self.taken
         return jax.tree.map(lambda leaf: leaf[self.count - 1], self.taken)

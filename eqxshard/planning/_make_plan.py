@@ -62,7 +62,7 @@ def plan(
     - `mesh_shape`: the sizes of mesh axes, such as `{"data": 8, "fsdp": 64}`. One of them
         may be `-1`, if `devices` is given.
     - `target`: `a100`, `h100`, `h200`, `b200`, `b300`, `gb200`, `tpu-v4`, `tpu-v5e`,
-        `tpu-v5p`, `tpu-v6e`, `cpu`, or an [`eqxshard.Target`][].
+        `tpu-v5p`, `tpu-v6e`, `cpu`, or an [`eqxshard.planning.Target`][].
     - `devices`: their number, by default the product of the mesh's axes.
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
@@ -75,7 +75,7 @@ def plan(
 
     **Returns:**
 
-    An [`eqxshard.Plan`][], which prints as tables.
+    An [`eqxshard.planning.Plan`][], which prints as tables.
 
     **Raises:**
 

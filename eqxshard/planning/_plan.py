@@ -114,23 +114,24 @@ class PlannedTime:
 class Plan:
     """What a step needs on devices that are not there: `print` it.
 
-    - `target`: the kind of device, an [`eqxshard.Target`][].
+    - `target`: the kind of device, an [`eqxshard.planning.Target`][].
     - `backend`: the compiler that was used: `gpu`, `tpu` or `cpu`.
     - `mesh`: the axes that are larger than 1.
     - `devices`: their number.
-    - `memory`: of one device, an [`eqxshard.PlannedMemory`][].
+    - `memory`: of one device, an [`eqxshard.planning.PlannedMemory`][].
     - `flops`: by dtype, the operations of matrix products of one device in a step,
         including what is computed again.
     - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
-    - `time`: an [`eqxshard.PlannedTime`][]; `None` if the target's speed is not known.
+    - `time`: an [`eqxshard.planning.PlannedTime`][]; `None` if the target's speed is not
+        known.
     - `examples`: of a batch, if it is known which of the arguments that is.
     - `compile_seconds`: how long it took to compile.
     - `notes`: what else to know.
-    - `leaves`: one [`eqxshard.Leaf`][] for each array of the model, as
+    - `leaves`: one [`eqxshard.inspect.Leaf`][] for each array of the model, as
         [`eqxshard.explain`][] makes them; of a plan by [`eqxshard.plan_step`][], for each
         array that the function takes.
-    - `timeline`: what the devices do when, as [`eqxshard.PlannedSpan`][]s; `None` if there
-        is no schedule.
+    - `timeline`: what the devices do when, as [`eqxshard.planning.PlannedSpan`][]s; `None`
+        if there is no schedule.
     - `settings`: what the step was made with, as text, by name.
     - `findings`: what is most likely not meant, as [`eqxshard.lint`][] finds it.
     - `repeated`: the axes of the mesh over which nothing is split: their devices repeat

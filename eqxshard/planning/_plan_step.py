@@ -54,8 +54,8 @@ def plan_step(
 
     **Returns:**
 
-    An [`eqxshard.Plan`][], which prints as tables. Its memory is by argument of the
-    function, and its arrays are all that the function takes.
+    An [`eqxshard.planning.Plan`][], which prints as tables. Its memory is by argument of
+    the function, and its arrays are all that the function takes.
 
     **Raises:**
 

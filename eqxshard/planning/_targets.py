@@ -23,8 +23,8 @@ class Target:
     """A kind of device, for [`eqxshard.plan`][].
 
     For another network, or a limit on memory, change the fields of a known one:
-    `dataclasses.replace(eqxshard.Target.named("h200"), network=25e9)`. What is `None` is
-    not known, and what follows from it is not predicted.
+    `dataclasses.replace(eqxshard.planning.Target.named("h200"), network=25e9)`. What is
+    `None` is not known, and what follows from it is not predicted.
 
     - `name`: such as `h200`.
     - `kind`: as JAX names it.
@@ -39,8 +39,9 @@ class Target:
     - `switched`: whether a switch joins the devices of a host. Without one, as on boards of
         four, a device sends an equal part of `link` to each of the others.
     - `power`: the limit of power, in watts.
-    - `efficiency`: how much of these peaks steps reach, an [`eqxshard.Efficiency`][], so
-        that plans say how long a step takes about; `None` if it is not known.
+    - `efficiency`: how much of these peaks steps reach, an
+        [`eqxshard.planning.Efficiency`][], so that plans say how long a step takes about;
+        `None` if it is not known.
     - `config`: what the compiler has to know of it: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """
@@ -75,7 +76,7 @@ class Target:
         if name not in _TARGETS:
             raise UsageError(
                 f"there is no target {name!r}; {did_you_mean(name, [*_TARGETS])}use one of "
-                f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
+                f"{comma_list([*_TARGETS])}, or an eqxshard.planning.Target."
             )
         return _TARGETS[name]
 
@@ -95,7 +96,7 @@ def target_here() -> Target:
     if target is None:
         raise UsageError(
             f"the devices at hand ({kind}) are no known target; give target= one of "
-            f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
+            f"{comma_list([*_TARGETS])}, or an eqxshard.planning.Target."
         )
     return target
 

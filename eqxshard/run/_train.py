@@ -170,7 +170,7 @@ def train(
 
     **Returns:**
 
-    An [`eqxshard.RunResult`][]. With several processes, every process gets one.
+    An [`eqxshard.run.RunResult`][]. With several processes, every process gets one.
 
     **Raises:**
 

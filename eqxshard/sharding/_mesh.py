@@ -138,7 +138,7 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
 
         ```python
         mesh = jax.make_mesh((2, 4), ("dp", "shard"))
-        mesh = eqxshard.name_batch_axes(mesh, ("dp", "shard"))
+        mesh = eqxshard.sharding.name_batch_axes(mesh, ("dp", "shard"))
         rule = eqxshard.fsdp(axis="shard")
         ```
     """
@@ -196,8 +196,8 @@ def check_mesh(mesh: Mesh) -> None:
     if not batch_axes(mesh) and not {*mesh.axis_names} <= {*AXES}:
         raise UsageError(
             f"the mesh has the axes {comma_list(mesh.axis_names)}, and none is called data "
-            "or fsdp; say which split the batch, with eqxshard.name_batch_axes(mesh, "
-            "batch_axes=(...))."
+            "or fsdp; say which split the batch, with "
+            "eqxshard.sharding.name_batch_axes(mesh, batch_axes=(...))."
         )
 
 

@@ -84,7 +84,7 @@ def assert_plan_lock(path: str | os.PathLike[str], plan: Plan) -> None:
 
     - `path`: of the file. Other versions of JAX and other compilers may send something
         else: let its name say which it is of.
-    - `plan`: an [`eqxshard.Plan`][].
+    - `plan`: an [`eqxshard.planning.Plan`][].
 
     **Raises:**
 

@@ -1,6 +1,6 @@
 """Trackers, which [`eqxshard.fit`][] reports to: the terminal, files, plots, services.
 
-A tracker is any object with the two methods of [`eqxshard.Tracker`][].
+A tracker is any object with the two methods of [`eqxshard.trackers.Tracker`][].
 """
 
 import lazy_loader

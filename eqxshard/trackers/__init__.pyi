@@ -4,4 +4,5 @@ from ._mlflow import MLflow as MLflow
 from ._progress import ProgressBar as ProgressBar
 from ._tensorboard import TensorBoard as TensorBoard
 from ._tracker import Image as Image
+from ._tracker import Tracker as Tracker
 from ._wandb import WandB as WandB

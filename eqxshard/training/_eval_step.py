@@ -64,7 +64,7 @@ def make_eval_step(
 
     **Returns:**
 
-    An [`eqxshard.EvalStep`][]: `metrics = eval_step(model, batch)`.
+    An [`eqxshard.training.EvalStep`][]: `metrics = eval_step(model, batch)`.
 
     **Raises:**
 
@@ -106,7 +106,7 @@ class EvalStep:
 
         **Returns:**
 
-        The [`eqxshard.Metrics`][] of this batch.
+        The [`eqxshard.training.Metrics`][] of this batch.
 
         **Raises:**
 
@@ -123,7 +123,7 @@ class EvalStep:
         **Arguments:**
 
         - `model`: not donated.
-        - `batches`: as for [`eqxshard.TrainStep.many`][].
+        - `batches`: as for [`eqxshard.training.TrainStep.many`][].
 
         **Returns:**
 

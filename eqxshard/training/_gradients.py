@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
     - `loss`: the mean loss.
     - `sums`: for the loss and each metric, the weighted sum over the examples.
     - `weight`: the sum of the examples' weights.
-    - `weights`: as in [`eqxshard.Metrics`][].
+    - `weights`: as in [`eqxshard.training.Metrics`][].
     - `model_state`: the model's own state after the batch.
     - `is_step`: whether the loss of an example counts; `None` if all count.
     """

@@ -18,8 +18,8 @@ class Metrics(eqx.Module):
     """The metrics of one step, or of several: sums over examples, and their weights.
 
     Sums, not means, so that steps of different weight add up to the exact mean over
-    examples. Everything stays on the devices until [`eqxshard.Metrics.compute`][] reads
-    it.
+    examples. Everything stays on the devices until [`eqxshard.training.Metrics.compute`][]
+    reads it.
 
     - `totals`: for each name the sum over examples of weight times value, a number or an
         array (such as a confusion matrix); one entry per step if several steps are
@@ -77,8 +77,8 @@ class Metrics(eqx.Module):
 
         **Returns:**
 
-        An [`eqxshard.Metrics`][] with the names `model/metric`, which is not finite where
-        one of the parts is not.
+        An [`eqxshard.training.Metrics`][] with the names `model/metric`, which is not
+        finite where one of the parts is not.
 
         **Raises:**
 
@@ -87,7 +87,7 @@ class Metrics(eqx.Module):
         !!! Example
 
             ```python
-            metrics = eqxshard.Metrics.join(generator=g_metrics, critic=c_metrics)
+            metrics = eqxshard.training.Metrics.join(generator=g_metrics, critic=c_metrics)
             metrics["generator/loss"]
             ```
         """
@@ -118,7 +118,7 @@ class Metrics(eqx.Module):
 
         **Returns:**
 
-        An [`eqxshard.Metrics`][] of NumPy arrays, with one entry per step.
+        An [`eqxshard.training.Metrics`][] of NumPy arrays, with one entry per step.
 
         **Raises:**
 

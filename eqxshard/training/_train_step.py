@@ -100,14 +100,14 @@ def make_train_step(
         which argument changed. (Expected are the first of a single step, and the first of
         `many` for each number of batches.)
     - `lint`: what to do about findings when the step first compiles: `"warn"` (with an
-        [`eqxshard.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or a
-        mapping from kinds of findings to one of these, where the other kinds warn.
+        [`eqxshard.inspect.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or
+        a mapping from kinds of findings to one of these, where the other kinds warn.
         [`eqxshard.lint`][] describes them.
     - `compiler_options`: options of XLA, as for `jax.jit`.
 
     **Returns:**
 
-    An [`eqxshard.TrainStep`][]: `state, metrics = train_step(state, batch)`.
+    An [`eqxshard.training.TrainStep`][]: `state, metrics = train_step(state, batch)`.
 
     **Raises:**
 
@@ -180,8 +180,9 @@ class TrainStep:
 
         **Returns:**
 
-        The new state, and the [`eqxshard.Metrics`][] of this step, without waiting for
-        either. (The first call waits, as most steps that need too much memory fail there.)
+        The new state, and the [`eqxshard.training.Metrics`][] of this step, without waiting
+        for either. (The first call waits, as most steps that need too much memory fail
+        there.)
 
         **Raises:**
 

@@ -11,6 +11,7 @@ from garments import Garments
 from pictures import save_images
 
 import eqxshard
+from eqxshard.training import Metrics
 
 LATENT, WIDTH = 32, 32
 
@@ -82,9 +83,7 @@ def train_step(states, batch):
         discriminator, batch, generator.model
     )
     generator, generator_metrics = train_generator(generator, batch, discriminator.model)
-    metrics = eqxshard.Metrics.join(
-        generator=generator_metrics, discriminator=discriminator_metrics
-    )
+    metrics = Metrics.join(generator=generator_metrics, discriminator=discriminator_metrics)
     return {"generator": generator, "discriminator": discriminator}, metrics
 
 

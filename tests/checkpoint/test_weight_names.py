@@ -8,6 +8,7 @@ from helpers import make_mesh, part
 from safetensors.numpy import save_file
 
 import eqxshard
+from eqxshard.checkpoint import compare_weights
 
 RNG = np.random.default_rng(0)
 
@@ -125,7 +126,7 @@ def test_a_report_says_what_fits_and_what_does_not(file):
     def transform(path, x):
         return np.concatenate(x) if path == "qkv" else x
 
-    report = eqxshard.compare_weights(file, tree, rename=names.get, transform=transform)
+    report = compare_weights(file, tree, rename=names.get, transform=transform)
     assert report.matched == {
         "norm.weight": "model.norm.weight",
         "qkv": ", ".join(f"model.layers.*.{x}_proj" for x in "qkv"),

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from weights_helpers import FSDP, file, make_mlp, mlp, placed
 
 import eqxshard
+from eqxshard.checkpoint import compare_weights
 
 _ = file, mlp  # Fixtures.
 
@@ -134,7 +135,7 @@ def test_every_leaf_that_differs_is_named(mlp, file):
 
 def test_a_whole_state_is_refused(mlp, file):
     state = eqxshard.TrainState(jnp.int32(0), mlp, None, jax.random.key(0))
-    for load in (eqxshard.load_weights, eqxshard.compare_weights):
+    for load in (eqxshard.load_weights, compare_weights):
         with pytest.raises(TypeError, match="_weights takes a model; give it"):
             load(file, state)
 

@@ -3,6 +3,7 @@ import pytest
 
 import eqxshard
 from eqxshard.compiled._findings import Finding, lint_levels, report
+from eqxshard.inspect import LintWarning
 
 FIRST = Finding("constant", None, "model.py:12", "a constant. Make it a field.")
 SECOND = Finding("whole", "head.weight", None, "head.weight is whole. Pad it.")
@@ -24,7 +25,7 @@ def test_levels_that_do_not_exist(lint, text, unannotated):
 
 
 def test_a_warning_has_the_line_the_remedy_and_how_to_end_it():
-    with pytest.warns(eqxshard.LintWarning) as warned:
+    with pytest.warns(LintWarning) as warned:
         report([FIRST, SECOND], lint_levels("warn"), "the train step of f")
     texts = [str(each.message) for each in warned]
     assert texts == [

@@ -22,6 +22,7 @@ from loader_helpers import (
 )
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 # Batches on devices
 
@@ -36,7 +37,7 @@ def test_each_device_gets_only_its_own_rows(mesh):
     parts = math.prod(mesh_of(**mesh).shape[axis] for axis in ("data", "fsdp"))
     for array in batch.values():
         assert array.committed
-        assert array.sharding == eqxshard.batch_sharding(mesh_of(**mesh))
+        assert array.sharding == batch_sharding(mesh_of(**mesh))
         assert {shard.data.shape[0] for shard in array.addressable_shards} == {16 // parts}
     for shard in batch["x"].addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), image[:16][shard.index])

@@ -23,6 +23,7 @@ from loader_helpers import take
 
 import eqxshard
 from eqxshard.testing import collectives
+from eqxshard.training import TrainStep
 
 OPTIM = lenient(optax.adam(1e-2))
 RULE = RULES["replicate"]
@@ -102,9 +103,9 @@ def test_fit_dispatches_once_between_reports(train_step, monkeypatch):
     def one(*_):
         raise AssertionError("A step was dispatched alone.")
 
-    original = eqxshard.TrainStep.many
-    monkeypatch.setattr(eqxshard.TrainStep, "many", many)
-    monkeypatch.setattr(eqxshard.TrainStep, "__call__", one)
+    original = TrainStep.many
+    monkeypatch.setattr(TrainStep, "many", many)
+    monkeypatch.setattr(TrainStep, "__call__", one)
     eqxshard.fit(new_state(), train_step, on_device(), steps=11, log_every=3)
     # An epoch has 4 steps.
     assert counts == [3, 1, 2, 2, 1, 2]

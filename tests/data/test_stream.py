@@ -25,6 +25,7 @@ from process_helpers import finished
 import eqxshard
 from eqxshard.data import from_iterator
 from eqxshard.launch import launch
+from eqxshard.sharding import batch_sharding
 
 
 def counting(step):
@@ -61,7 +62,7 @@ def test_batches_are_placed_like_a_loaders(mesh):
     np.testing.assert_array_equal(batch["x"], image)
     np.testing.assert_array_equal(batch["y"], np.arange(16))
     for array in batch.values():
-        assert array.sharding == eqxshard.batch_sharding(mesh_of(**mesh))
+        assert array.sharding == batch_sharding(mesh_of(**mesh))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

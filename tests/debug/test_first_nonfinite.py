@@ -12,6 +12,7 @@ from helpers import lenient
 
 import eqxshard
 from eqxshard.debug import FirstNonfinite
+from eqxshard.sharding import batch_sharding
 
 SGD = lenient(optax.sgd(0.1))
 RULE = eqxshard.fsdp(min_size=8)
@@ -212,7 +213,7 @@ def test_an_update_is_named():
 
 def test_a_line_of_code_for_each_device_is_named():
     mesh = eqxshard.make_mesh(data=-1, fsdp=2, devices=jax.devices()[:4])
-    rows = eqxshard.batch_sharding(mesh).spec
+    rows = batch_sharding(mesh).spec
 
     def logs(y):
         return jnp.log(y) + jax.lax.pmean(y.sum(), ("data", "fsdp"))

@@ -9,12 +9,12 @@ import functools
 import pytest
 from jax.experimental import topologies
 
-import eqxshard
+from eqxshard.planning import Target
 
 
 @functools.cache
 def topology_devices(hosts: int, each: int) -> list:
-    config = eqxshard.Target.named("h200").config
+    config = Target.named("h200").config
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=config, topology=f"1x{hosts}x{each}"
     )

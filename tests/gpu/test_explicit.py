@@ -11,6 +11,7 @@ from helpers import lenient
 
 import eqxshard
 from eqxshard import testing
+from eqxshard.sharding import batch_sharding
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ def collectives(devices, sizes, rule, typed):
         lambda key: Model(key, typed), optim, key=jax.random.key(0), mesh=mesh, rule=rule
     )
     step = eqxshard.make_train_step(loss_fn, optim)
-    rows = eqxshard.batch_sharding(mesh)
+    rows = batch_sharding(mesh)
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
         for name, x in batches()[0].items()

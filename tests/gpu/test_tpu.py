@@ -3,7 +3,7 @@
 import pytest
 from plan_theory import MESHES, plan_gpt, state_bytes, theory, traffic
 
-import eqxshard
+from eqxshard.planning import Target
 from eqxshard.planning._backends import find_backend, install
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
 @pytest.fixture(autouse=True)
 def libtpu():
-    if find_backend(eqxshard.Target.named("tpu-v5p"), None) != "tpu":
+    if find_backend(Target.named("tpu-v5p"), None) != "tpu":
         pytest.skip(f"libtpu is not installed; run `{install('tpu')}`")
 
 

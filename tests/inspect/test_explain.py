@@ -12,6 +12,8 @@ from inspect_helpers import RULE, Model, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
+from eqxshard.inspect import Leaf
+from eqxshard.planning import Plan
 
 
 def test_every_array_is_a_row():
@@ -24,7 +26,7 @@ def test_every_array_is_a_row():
         "key",
         "table",
     ]
-    assert rows["layers.0.weight"] == eqxshard.Leaf(
+    assert rows["layers.0.weight"] == Leaf(
         path="layers.0.weight",
         shape=(8, 6),
         dtype="float32",
@@ -182,7 +184,7 @@ def test_what_is_made_to_be_printed_is_shown_as_it_prints():
     explanation = eqxshard.explain(Model(), make_mesh(), RULE)
     assert repr(explanation) == str(explanation)
     for kind in (
-        eqxshard.Plan,
+        Plan,
         eqxshard.testing.Collectives,
         eqxshard.testing.MeshReport,
         type(eqxshard.lint(jax.jit(lambda x: x), 1.0)),

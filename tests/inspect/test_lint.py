@@ -4,6 +4,7 @@ import pytest
 from lint_helpers import BATCH, OPTIM, lint, make_state, square_losses
 
 import eqxshard
+from eqxshard.inspect import Finding
 
 
 def test_findings_print_as_lines():
@@ -17,7 +18,7 @@ def test_findings_print_as_lines():
 
     findings = lint(loss_fn=loss_fn, batch=BATCH, fsdp=8)
     (finding,) = findings
-    assert isinstance(finding, eqxshard.Finding)
+    assert isinstance(finding, Finding)
     assert str(findings) == f"constant: {finding.line}: {finding.message}"
 
 

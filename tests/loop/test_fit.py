@@ -15,6 +15,7 @@ from step_helpers import mean_of_x
 
 import eqxshard
 from eqxshard.callbacks import Every
+from eqxshard.training import Metrics
 
 _ = train_step  # A fixture.
 
@@ -35,7 +36,7 @@ def test_fit_is_the_loop_written_by_hand(train_step):
     # Reports at every second step and at the end of each epoch, each of the steps since.
     assert recorder.steps("train/loss") == [2, 4, 6, 8, 10, 12]
     for step, values in recorder.lines:
-        since = eqxshard.Metrics.stack(losses[step - 2 : step]).compute()
+        since = Metrics.stack(losses[step - 2 : step]).compute()
         assert values["train/loss"] == pytest.approx(since["loss"], rel=1e-6)
         assert values["epoch"] == step / 4
         examples = 64 if step % 4 else 36  # the fourth batch of an epoch has 4 of 32 rows
@@ -75,7 +76,7 @@ class Fake:
         self.events.append(f"step {step}")
         one, none = np.ones((), np.float32), np.zeros((), np.int32)
         state = eqxshard.TrainState(jnp.asarray(step), None, None, state.key)
-        return state, eqxshard.Metrics({"loss": one}, one, none)
+        return state, Metrics({"loss": one}, one, none)
 
     def log(self, step, values):
         self.events.append(f"log {step}")

@@ -17,6 +17,7 @@ from loop_helpers import Recorder
 
 import eqxshard
 from eqxshard.callbacks import Every
+from eqxshard.training import Metrics
 
 _ = train_step  # A fixture.
 
@@ -29,7 +30,7 @@ def both(train_step):
         second, others = train_step(states["second"], batch)
         totals = {"first/loss": metrics.totals["loss"]}
         totals["second/loss"] = others.totals["loss"]
-        joined = eqxshard.Metrics(totals, metrics.weight, metrics.nonfinite)
+        joined = Metrics(totals, metrics.weight, metrics.nonfinite)
         return {"first": first, "second": second}, joined
 
     return step

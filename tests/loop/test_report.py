@@ -11,10 +11,11 @@ from eqxshard.data._steps import Steps
 from eqxshard.loop._clock import Clock
 from eqxshard.loop._report import Report
 from eqxshard.trackers._tracker import numbers
+from eqxshard.training import Metrics
 
 
 def metrics(loss, weight=1.0, nonfinite=0):
-    return eqxshard.Metrics(
+    return Metrics(
         {"loss": jnp.float32(loss * weight)}, jnp.float32(weight), jnp.int32(nonfinite)
     )
 
@@ -88,7 +89,7 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
 def test_only_the_steps_that_were_taken_are_read():
     recorder = Recorder()
     report = report_to(recorder)
-    room = eqxshard.Metrics(
+    room = Metrics(
         {"loss": np.array([1, 2, 99], np.float32)}, np.ones(3, np.float32), np.zeros(3, int)
     )
     report.add(2, room, 2, due=True)

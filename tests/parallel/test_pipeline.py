@@ -27,9 +27,9 @@ from parallel_helpers import (
     trace,
 )
 
-import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import pipeline
+from eqxshard.sharding import batch_sharding
 
 # The same on every mesh
 
@@ -105,7 +105,7 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
     layers, x, key = Draw(jnp.eye(4, dtype=bool)), jnp.zeros((16, 4)), jax.random.key(0)
 
     def drawn(mesh, microbatches):
-        placed = x if mesh is None else jax.device_put(x, eqxshard.batch_sharding(mesh))
+        placed = x if mesh is None else jax.device_put(x, batch_sharding(mesh))
         draw = ft.partial(pipeline, microbatches=microbatches, key=key)
         return np.asarray(jax.jit(on(mesh, lambda x: draw(layers, x)))(placed))
 
@@ -136,7 +136,7 @@ def test_layers_may_use_collectives_along_other_axes():
         scales, x = jnp.linspace(1, 2, 4), jax.random.normal(KEY, (8, 8))
         if mesh is not None:
             scales = jax.device_put(scales, NamedSharding(mesh, P("stage")))
-            x = jax.device_put(x, eqxshard.batch_sharding(mesh))
+            x = jax.device_put(x, batch_sharding(mesh))
         return jax.jit(jax.value_and_grad(on(mesh, loss), (0, 1)))(scales, x)
 
     mesh = make_mesh(stage=2, context=4)

@@ -5,10 +5,11 @@ from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from transformer import Transformer, next_token_losses
 
 import eqxshard
+from eqxshard.planning import Plan
 
 
 @pytest.fixture(scope="session")
-def plan() -> eqxshard.Plan:
+def plan() -> Plan:
     """Of a transformer of two layers, on eight devices."""
     return eqxshard.plan(
         Transformer,

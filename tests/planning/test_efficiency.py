@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-import eqxshard
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
+from eqxshard.planning import Efficiency, Target
 from eqxshard.planning._efficiency import Work, idle
 from eqxshard.planning._schedule import Schedule
 
 ROOT = Path(__file__).parents[2]
-REACHED = eqxshard.Efficiency(
+REACHED = Efficiency(
     products=0.5, attention=0.25, memory=0.8, launch=0.1, power=600.0, exponent=0.5
 )
 
 
 def test_kinds_of_work_take_longer_each_by_their_own_efficiency():
     work = Work(least=7.0, products=2.0, attention=1.0, memory=4.0, kernels=10)
-    assert eqxshard.Efficiency().seconds(work, None) == 7.0
+    assert Efficiency().seconds(work, None) == 7.0
     assert REACHED.seconds(work, None) == pytest.approx(4 + 4 + 5 + 1)
     # Only arithmetic is slower with less power.
     assert REACHED.seconds(work, 150.0) == pytest.approx(2 * (4 + 4) + 5 + 1)
@@ -50,9 +50,12 @@ def test_collectives_take_their_latency_and_what_a_board_has_for_them():
     module = parse_module(text)
     operations = list(find_collectives(module, 2))
     at_peak = dataclasses.replace(
-        eqxshard.Target.named("h200"), link=1024.0, per_host=4, flops={"float32": 1.0}
+        Target.named("h200"),
+        link=1024.0,
+        per_host=4,
+        flops={"float32": 1.0},
     )
-    reached = eqxshard.Efficiency(link=0.5, latency=0.25)
+    reached = Efficiency(link=0.5, latency=0.25)
     assert Schedule(module, operations, at_peak).length == pytest.approx(1)
     about = Schedule(module, operations, at_peak, reached)
     assert about.length == pytest.approx(2.25)
@@ -73,7 +76,7 @@ def backtest():
 
 def test_the_documented_figures_are_those_of_the_back_test(backtest):
     module, runs = backtest
-    efficiency = eqxshard.Target.named("h200").efficiency
+    efficiency = Target.named("h200").efficiency
     errors = module.judge(runs, efficiency)
     page = (ROOT / "docs/pages/guide/backtest.md").read_text()
     for name, error in errors.items():
@@ -99,5 +102,5 @@ def test_halves_alternate(backtest):
 def test_the_fit_gives_the_efficiencies_of_targets(backtest):
     module, runs = backtest
     fitted = module.fit(module.half(runs, "fit"))
-    known = eqxshard.Target.named("h100").efficiency
+    known = Target.named("h100").efficiency
     assert fitted == known

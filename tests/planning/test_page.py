@@ -4,7 +4,7 @@ import json
 import pytest
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 
-import eqxshard
+from eqxshard.inspect import Finding
 from eqxshard.inspect._lint import Findings
 from eqxshard.pages._format import format_bytes
 
@@ -65,7 +65,7 @@ def test_arrays_and_collectives_are_those_of_the_plan(plan, page):
 
 def test_findings_notes_and_settings_are_listed(plan, page, tmp_path):
     assert not page.find_all("section", id="findings")
-    finding = eqxshard.Finding("constant", None, "model.py:3", "a table is compiled in.")
+    finding = Finding("constant", None, "model.py:3", "a table is compiled in.")
     found = page_of(dataclasses.replace(plan, findings=Findings([finding])), tmp_path)
     (item,) = found.find("section", id="findings").find_all("li")
     assert item.text == "model.py:3: a table is compiled in."

@@ -4,14 +4,15 @@ import json
 import pytest
 from page_parser import parse
 
-import eqxshard
 from eqxshard.compiled._hlo import parse_module
+from eqxshard.inspect import Finding
 from eqxshard.inspect._lint import Findings
 from eqxshard.pages._format import format_bytes, format_seconds
+from eqxshard.planning import PlannedTime, Target
 from eqxshard.planning._read import make_notes
 
 EMPTY = parse_module("ENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n")
-LONG = eqxshard.PlannedTime(0.1, 0.1, None, {}, None)
+LONG = PlannedTime(0.1, 0.1, None, {}, None)
 
 
 def test_it_prints_as_tables(plan):
@@ -82,7 +83,7 @@ def test_only_the_largest_are_printed(plan):
 
 def test_findings_are_printed_and_written(plan):
     assert plan.findings == () and "not meant" not in str(plan)
-    finding = eqxshard.Finding("constant", None, "model.py:3", "a table is compiled in.")
+    finding = Finding("constant", None, "model.py:3", "a table is compiled in.")
     other = dataclasses.replace(plan, findings=Findings([finding]))
     assert "Most likely not meant:" in str(other) and "model.py:3" in str(other)
     (value,) = json.loads(json.dumps(other.to_json()))["findings"]
@@ -99,7 +100,7 @@ def test_whether_a_step_fits_is_said(plan):
 
 
 def test_without_known_speeds_there_is_no_time(plan):
-    target = eqxshard.Target.named("cpu")
+    target = Target.named("cpu")
     memory = dataclasses.replace(plan.memory, device=None)
     other = dataclasses.replace(plan, target=target, time=None, memory=memory)
     assert (other.fits, other.examples_per_second, other.mfu) == (None, None, None)

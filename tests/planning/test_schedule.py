@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-import eqxshard
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
+from eqxshard.planning import PlannedSpan
 from eqxshard.planning._schedule import Schedule, link_seconds
 from eqxshard.planning._targets import Target
 
@@ -196,11 +196,11 @@ def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
 
 #: A gather of 0.5 s, half of it hidden, and a loop of two iterations of 1 s.
 TIMELINE = (
-    eqxshard.PlannedSpan("collective", 0.0, 0.5, collective=0),
-    eqxshard.PlannedSpan("compute", 0.0, 0.25),
-    eqxshard.PlannedSpan("waiting", 0.25, 0.5, collective=0),
-    eqxshard.PlannedSpan("loop", 0.5, 2.5, 2),
-    eqxshard.PlannedSpan("memory", 0.5, 1.5, 2),
+    PlannedSpan("collective", 0.0, 0.5, collective=0),
+    PlannedSpan("compute", 0.0, 0.25),
+    PlannedSpan("waiting", 0.25, 0.5, collective=0),
+    PlannedSpan("loop", 0.5, 2.5, 2),
+    PlannedSpan("memory", 0.5, 1.5, 2),
 )
 
 

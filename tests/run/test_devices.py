@@ -5,9 +5,9 @@ import sys
 import pytest
 from run_helpers import environment
 
-from eqxshard import describe_mesh
 from eqxshard.run import mesh_from_text, parse_mesh
 from eqxshard.run._devices import _count_to_simulate
+from eqxshard.sharding import describe_mesh
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from browser import browser, open_page
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_plan, make_record, make_run
 
-import eqxshard
+from eqxshard.planning import Plan, PlannedMemory, PlannedTime
 from eqxshard.run._page import save_page
 
 _ = browser  # A fixture.
@@ -88,11 +88,11 @@ def test_a_plan_is_beside_what_was_measured(page):
 
 def test_the_plan_of_this_version_is_understood():
     """What it reads is what a plan writes."""
-    names = {field.name for field in dataclasses.fields(eqxshard.Plan)}
+    names = {field.name for field in dataclasses.fields(Plan)}
     names |= {"examples_per_second", "mfu"}
     assert make_plan().keys() <= names
-    assert {"peak"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedMemory)}
-    assert {"step"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedTime)}
+    assert {"peak"} <= {x.name for x in dataclasses.fields(PlannedMemory)}
+    assert {"step"} <= {x.name for x in dataclasses.fields(PlannedTime)}
 
 
 def test_a_run_by_hand_has_only_its_log(tmp_path):

@@ -30,6 +30,7 @@ from run_train_helpers import (
 import eqxshard
 from eqxshard import RunConfig
 from eqxshard.pages._format import format_number
+from eqxshard.training import Metrics
 
 _ = copy, finished  # Fixtures.
 
@@ -285,7 +286,7 @@ def two_models(**options):
         one, two = states["one"], states["two"]
         one, one_metrics = step(one, batch, two.model)
         two, two_metrics = step(two, batch, one.model)
-        metrics = eqxshard.Metrics.join(one=one_metrics, two=two_metrics)
+        metrics = Metrics.join(one=one_metrics, two=two_metrics)
         return {"one": one, "two": two}, metrics
 
     return {

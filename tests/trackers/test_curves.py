@@ -15,7 +15,7 @@ def train(step, **metrics):
 def test_the_plot_is_drawn_after_each_evaluation_and_at_the_end(tmp_path):
     path = tmp_path / "new" / "curves.png"
     tracker = Curves(path, title="LeNet, synthetic")
-    assert isinstance(tracker, eqxshard.Tracker)
+    assert isinstance(tracker, eqxshard.trackers.Tracker)
     plots = []
 
     def read():

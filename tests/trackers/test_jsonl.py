@@ -26,7 +26,7 @@ def lines(path):
 def test_each_line_is_in_the_file_when_log_returns(tmp_path):
     path = tmp_path / "new" / "folders" / "metrics.jsonl"
     tracker = JSONLines(path)
-    assert isinstance(tracker, eqxshard.Tracker)
+    assert isinstance(tracker, eqxshard.trackers.Tracker)
     assert lines(path) == []
     tracker.log(1, {"epoch": 0.5, "train/loss": 2.0})
     assert lines(path) == [{"step": 1, "epoch": 0.5, "train/loss": 2.0}]

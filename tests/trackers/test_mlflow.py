@@ -42,7 +42,7 @@ def steps(client, folder, name="train/loss"):
 def test_numbers_and_settings_are_in_the_run(client, tmp_path):
     settings = {"width": 7, "width [px]": "x" * 7_000} | {f"s{n}": n for n in range(150)}
     tracker = MLflow(tmp_path / "new", name="mlp", settings=settings)
-    assert isinstance(tracker, eqxshard.Tracker)
+    assert isinstance(tracker, eqxshard.trackers.Tracker)
     tracker.log(2, {"train/loss": 2.0, "norm/w[0]": np.float64(3.0)})
     tracker.log(4, {"train/loss": float("inf"), "x": Image(np.zeros((4, 5)))})
     tracker.close()

@@ -32,7 +32,7 @@ def written(console):
 def test_without_a_terminal_the_first_report_each_epoch_and_evaluation_is_a_plain_line():
     out = console(terminal=False)
     bar = ProgressBar(20, title="[lenet] on 8 x cpu", console=out)
-    assert isinstance(bar, eqxshard.Tracker)
+    assert isinstance(bar, eqxshard.trackers.Tracker)
     bar.log(5, TRAIN)
     assert written(out) == (
         "[lenet] on 8 x cpu\n"

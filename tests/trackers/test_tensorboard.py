@@ -45,7 +45,7 @@ def test_images_are_read_back(tmp_path, channels, mode):
 
 def test_values_are_in_the_file_when_log_returns(tmp_path, read):
     tracker = TensorBoard(tmp_path)
-    assert isinstance(tracker, eqxshard.Tracker)
+    assert isinstance(tracker, eqxshard.trackers.Tracker)
     tracker.log(1, {"epoch": 0.5, "train/loss": 2.0})
     assert read() == {"epoch": [(1, 0.5)], "train/loss": [(1, 2.0)]}
     tracker.log(2, {"train/loss": np.float64(1.5), "eval/accuracy": 0.25})

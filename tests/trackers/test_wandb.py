@@ -72,7 +72,7 @@ def read(folder, wandb):
 
 def test_numbers_and_settings_are_in_the_run(offline, tmp_path):
     tracker = WandB(tmp_path / "new", name="mlp", settings={"width": 64})
-    assert isinstance(tracker, eqxshard.Tracker)
+    assert isinstance(tracker, eqxshard.trackers.Tracker)
     tracker.log(2, {"train/loss": 2.0})
     tracker.log(4, {"train/loss": np.float64(1.5), "x": Image(np.zeros((4, 5, 3)))})
     tracker.close()

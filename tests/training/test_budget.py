@@ -19,6 +19,7 @@ import pytest
 from helpers import lenient, make_mesh
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 from eqxshard.testing import collectives
 from eqxshard.training._jit import cpu_options
 
@@ -109,7 +110,7 @@ def our_frames(function):
 
 
 def test_a_call_is_short_and_does_not_grow_with_the_model(unannotated):
-    rows = jax.device_put(batch(), eqxshard.batch_sharding(make_mesh("data=1")))
+    rows = jax.device_put(batch(), batch_sharding(make_mesh("data=1")))
     found = []
     for depth in (2, 12):
         state, train_step = start(depth)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from step_helpers import KEY, make, setup, without_dropout
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
+from eqxshard.training import Metrics
 
 # Of a train step
 
@@ -62,7 +64,7 @@ def test_the_loss_of_several_steps_is_the_mean_by_loss_weight():
     _, metrics = train_step.many(state, stacked)
     expected = np.average(np.concatenate(losses), weights=weight)
     assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-5)
-    joined = eqxshard.Metrics.join(model=metrics).compute()
+    joined = Metrics.join(model=metrics).compute()
     assert joined["model/loss"] == metrics.compute()["loss"]
     for found, step in zip(metrics["loss"], range(3), strict=True):
         expected = np.average(losses[step], weights=weight.reshape(3, 32)[step])
@@ -71,7 +73,7 @@ def test_the_loss_of_several_steps_is_the_mean_by_loss_weight():
     state, train_step = make("data=8", "replicate", without_dropout, frozen)
     state, first = train_step(state, {**batches[0], "__loss_weight__": weight[:32]})
     _, second = train_step(state, batches[1])
-    both = eqxshard.Metrics.stack([first, second]).compute()["loss"]
+    both = Metrics.stack([first, second]).compute()["loss"]
     weights = np.concatenate([weight[:32], np.ones(32)])
     expected = np.average(np.concatenate(losses[:2]), weights=weights)
     assert both == pytest.approx(expected, rel=1e-5)
@@ -108,7 +110,7 @@ def test_a_batch_of_which_nothing_counts_is_no_step(mesh, rule, name, options):
     assert_equal((found.model, found.opt_state), (kept.model, kept.opt_state))
     assert_equal(found.loss_scale, kept.loss_scale)
     # It is not counted, neither in means nor among the steps that are not finite.
-    both = eqxshard.Metrics.stack([before, metrics]).compute()
+    both = Metrics.stack([before, metrics]).compute()
     assert both == pytest.approx(before.compute())
     _, metrics = train_step(state, {**last, **ones})
     assert metrics.compute()["loss"] > 0 and "nonfinite" not in metrics.compute()
@@ -193,7 +195,7 @@ def test_negative_weights_are_refused():
     weight = np.where(np.arange(32) == 5, -1, 1).astype(np.float32)
     batch = make_batch(weight=weight)
     refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
-    placed = eqxshard.filter_shard(batch, eqxshard.batch_sharding(make_mesh()))
+    placed = eqxshard.filter_shard(batch, batch_sharding(make_mesh()))
     # Of arrays on the devices, only the first call of a step reads the weights.
     with refused:
         train_step(state, batch)
@@ -224,7 +226,7 @@ def test_weights_are_finite_numbers_of_any_type(name):
 
 def test_weights_that_turn_negative_on_the_devices_skip_the_step():
     state, train_step = setup()
-    sharding = eqxshard.batch_sharding(make_mesh())
+    sharding = batch_sharding(make_mesh())
     for name in ("__weight__", "__loss_weight__"):
         good = eqxshard.filter_shard(
             make_batch() | {name: np.ones(32, np.float32)}, sharding

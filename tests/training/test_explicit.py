@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
+from eqxshard.sharding import batch_sharding, name_batch_axes
 
 FSDP = eqxshard.fsdp(min_size=0)
 SPLIT = eqxshard.by_dim({"mlp": "tensor", "heads": "tensor", "embed": "fsdp"})
@@ -239,9 +240,9 @@ def test_axes_of_any_name_split_the_batch_once_it_is_said(expected, as_scripts_r
     with pytest.raises(ValueError, match="name_batch_axes"):
         make_state(mesh, eqxshard.replicate(), False, optax.sgd(0.1))
     with pytest.raises(ValueError, match="names the axis 'dq'"):
-        eqxshard.name_batch_axes(mesh, ("dq",))
-    mesh = eqxshard.name_batch_axes(mesh, batch_axes=("dp", "shard"))
-    assert eqxshard.batch_sharding(mesh).spec == P(("dp", "shard"))
+        name_batch_axes(mesh, ("dq",))
+    mesh = name_batch_axes(mesh, batch_axes=("dp", "shard"))
+    assert batch_sharding(mesh).spec == P(("dp", "shard"))
     found = losses(mesh, eqxshard.fsdp(min_size=0, axis="shard"), typed=False)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from step_helpers import KEY, OPTIM, without_dropout
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 
 def to_teacher(model, batch, key, teacher):
@@ -123,7 +124,7 @@ def test_a_companion_may_have_the_memory_of_the_state():
     train_step = eqxshard.make_train_step(loss_fn, OPTIM)
     state = state_on("data=8", "replicate")
     for _ in range(2):
-        rows = eqxshard.batch_sharding(make_mesh())
+        rows = batch_sharding(make_mesh())
         batch = {"w": jax.device_put(state.model.first.weight, rows)}
         extra = {"key": jax.random.key_data(state.key), "zero": np.float32(0)}
         state, _ = train_step(state, batch, extra)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from step_helpers import make, setup, with_nan
 
 import eqxshard
+from eqxshard.training import Metrics
 from eqxshard.training._guard import all_finite
 
 
@@ -47,7 +48,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(mesh, rule, ba
         np.testing.assert_array_equal(array, before[path], err_msg=path)
     assert int(state.step) == 2
     assert metrics.compute()["nonfinite"] == 1
-    both = eqxshard.Metrics.stack([metrics, good]).compute()
+    both = Metrics.stack([metrics, good]).compute()
     assert both == pytest.approx({**good.compute(), "nonfinite": 1})
     state, metrics = train_step(state, make_batch(seed=2))
     assert "nonfinite" not in metrics.compute()

@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step_helpers import make, mean_of_x, setup, without_dropout
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 
 def from_anywhere(mesh):
     """The same rows: on the host, uncommitted, placed, and placed by another name."""
     batch = make_batch()
-    rows = eqxshard.batch_sharding(mesh)
+    rows = batch_sharding(mesh)
     other = jax.make_mesh((mesh.size,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     return {
         "numpy": batch,
@@ -64,7 +65,7 @@ def test_one_program_serves_batches_from_anywhere(mesh):
 def test_several_batches_from_anywhere_too():
     mesh = make_mesh("fsdp=8")
     several = stack([make_batch(), make_batch()])
-    placed = jax.device_put(several, eqxshard.batch_sharding(mesh, stacked=True))
+    placed = jax.device_put(several, batch_sharding(mesh, stacked=True))
     state, train_step = make("fsdp=8", "fsdp", once(without_dropout))
     for batches in (several, placed, jax.tree.map(jnp.asarray, several)):
         state, _ = train_step.many(state, batches)

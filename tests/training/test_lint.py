@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 from lint_helpers import FSDP, KEY, MLP, OPTIM, found, lint, make_mesh, square_losses
 
 import eqxshard
+from eqxshard.inspect import LintWarning
 from eqxshard.training._lint import lint_jaxpr, lint_model
 
 #: Every step of this model has a finding: no dim of its weights divides by 8.
@@ -39,7 +40,7 @@ def test_a_finding_is_a_warning_once_and_the_step_compiles_once():
     # A step that was lowered before is linted, too.
     step.lower(state, BATCH)
     with compiles("train_step") as events:
-        with pytest.warns(eqxshard.LintWarning, match=r"up float32\[17,9\] is whole on"):
+        with pytest.warns(LintWarning, match=r"up float32\[17,9\] is whole on"):
             state, _ = step(state, BATCH)
         for _ in range(3):
             state, _ = step(state, BATCH)
@@ -63,7 +64,7 @@ def test_an_eval_step_is_linted_once():
         return {"value": jax.vmap(model)(batch["x"]).sum(-1) + product[:, 0]}
 
     step = eqxshard.make_eval_step(metric_fn)
-    with pytest.warns(eqxshard.LintWarning, match="eval step of metric_fn, constant: "):
+    with pytest.warns(LintWarning, match="eval step of metric_fn, constant: "):
         step(model, BATCH)
     step(model, BATCH)
     with pytest.raises(ValueError, match="constant"):

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import eqxshard
+from eqxshard.training import Metrics
 
 
 def metrics(weight, nonfinite: Any = 0, **totals):
-    return eqxshard.Metrics(
+    return Metrics(
         {name: jnp.asarray(total, jnp.float32) for name, total in totals.items()},
         jnp.asarray(weight, jnp.float32),
         jnp.asarray(nonfinite, jnp.int32),
@@ -36,7 +36,7 @@ def test_a_name_gives_the_mean_of_each_step():
 
 
 def test_stack_puts_steps_one_after_the_other_on_the_host():
-    stacked = eqxshard.Metrics.stack(
+    stacked = Metrics.stack(
         [metrics(4, loss=8), metrics([1, 2], [1, 0], loss=[3, 5]), metrics(0, loss=0)]
     )
     assert {type(leaf) for leaf in jax.tree.leaves(stacked)} == {np.ndarray}
@@ -46,27 +46,27 @@ def test_stack_puts_steps_one_after_the_other_on_the_host():
     assert stacked.compute() == {"loss": 13 / 6, "nonfinite": 1.0}
     counts = metrics(4, confusion=[[2, 0], [1, 1]])
     bad = metrics(2, 1, confusion=np.full((2, 2), math.nan))
-    means = eqxshard.Metrics.stack([counts, bad, counts]).compute()
+    means = Metrics.stack([counts, bad, counts]).compute()
     np.testing.assert_array_equal(means["confusion"], [[0.5, 0], [0.25, 0.25]])
     # What is stacked can be stacked again.
-    assert eqxshard.Metrics.stack([stacked, stacked]).weight.shape == (8,)
+    assert Metrics.stack([stacked, stacked]).weight.shape == (8,)
 
 
 def test_stack_needs_something_of_the_same_names():
     with pytest.raises(ValueError, match="no metrics to stack; take at least one step"):
-        eqxshard.Metrics.stack([])
+        Metrics.stack([])
     with pytest.raises(ValueError, match="accuracy"):
-        eqxshard.Metrics.stack([metrics(1, loss=1), metrics(1, loss=1, accuracy=1)])
+        Metrics.stack([metrics(1, loss=1), metrics(1, loss=1, accuracy=1)])
 
 
 def test_join_names_the_metrics_of_several_models():
-    joined = eqxshard.Metrics.join(
+    joined = Metrics.join(
         generator=metrics(4, loss=8), critic=metrics(2, 1, loss=6, counts=[2.0, 4.0])
     )
     assert joined["critic/loss"] == 3.0
     np.testing.assert_array_equal(joined["critic/counts"], [1.0, 2.0])
     assert joined.nonfinite == 1
-    fine = eqxshard.Metrics.join(a=metrics(4, loss=8), b=metrics(4, loss=2))
+    fine = Metrics.join(a=metrics(4, loss=8), b=metrics(4, loss=2))
     assert fine.compute() == {"a/loss": 2.0, "b/loss": 0.5}
     with pytest.raises(ValueError, match="no metrics to join"):
-        eqxshard.Metrics.join()
+        Metrics.join()

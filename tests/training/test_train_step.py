@@ -32,6 +32,7 @@ from step_helpers import (
 )
 
 import eqxshard
+from eqxshard.sharding import batch_sharding
 
 TESTS = Path(__file__).parents[1]
 
@@ -76,7 +77,7 @@ def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
 @pytest.mark.parametrize("mesh, rule", SPLITS)
 def test_a_step_traces_and_compiles_once(mesh, rule):
     state, train_step = make(mesh, rule)
-    sharding = eqxshard.batch_sharding(make_mesh(mesh))
+    sharding = batch_sharding(make_mesh(mesh))
     with compiles("train_step") as events:
         for seed in range(6):
             if seed == 4:  # Neither looking at a state nor changing it compiles anew.
@@ -184,7 +185,7 @@ def test_three_thousand_steps_do_not_deadlock():
             lambda model, batch, key: jax.vmap(model)(batch)[:, 0] ** 2, optim, mesh=mesh,
             rule=rule,
         )
-        batch = jax.device_put(np.ones((8, 4), np.float32), eqxshard.batch_sharding(mesh))
+        batch = jax.device_put(np.ones((8, 4), np.float32), batch_sharding(mesh))
         for _ in range(3000):
             state, metrics = train_step(state, batch)
         print(int(state.step))
@@ -281,11 +282,11 @@ def test_a_batch_that_is_gone_or_on_other_devices_is_refused():
     state, train_step = setup()
     state, _ = train_step(state, make_batch())
     eval_step = eqxshard.make_eval_step(mean_of_x)
-    gone = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(make_mesh()))
+    gone = eqxshard.filter_shard(make_batch(), batch_sharding(make_mesh()))
     gone["x"].delete()
     # JAX 0.10 would crash on the same devices in another order.
     turned = eqxshard.make_mesh(devices=jax.devices()[::-1])
-    elsewhere = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(turned))
+    elsewhere = eqxshard.filter_shard(make_batch(), batch_sharding(turned))
     for call in (train_step, lambda state, batch: eval_step(state.model, batch)):
         with pytest.raises(
             ValueError, match=r"of the batch was donated .*, or deleted; take"
