@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import eqxshard
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eqxshard"
 FILES = sorted(PACKAGE.rglob("*.py"))
