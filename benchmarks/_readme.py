@@ -9,6 +9,7 @@ those in benchmarks/results.
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ def _where(found: dict[str, Any]) -> str:
     if found["platform"] != "cpu":
         device = f"{found['devices']} x {found['device']}"
     python = found["versions"]["python"]
-    return f"Measured {found['date']} on {device}; Python {python}, {versions}."
+    text = f"Measured {found['date']} on {device}; Python {python}, {versions}."
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def _digits(value: float) -> str:
