@@ -35,7 +35,7 @@ from ...sharding._mesh import batch_axes
 from ._jaxprs import call_function, map_jaxprs_in, open_jaxpr
 
 _ANY = PartitionSpec.UNCONSTRAINED
-_SCATTERS = {f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")}
+_SCATTERS = {"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 #: Their jaxprs are kernels.
 _KERNELS = {"pallas_call", "custom_partitioning"}
 
