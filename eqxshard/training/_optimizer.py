@@ -32,13 +32,23 @@ def check_optim(optim: Any) -> None:
 
 def takes_value(optim: optax.GradientTransformation) -> bool:
     """Whether an optimizer's update may be given the value of the loss."""
-    return takes_anything(optim) or "value" in inspect.signature(optim.update).parameters
+    parameters = inspect.signature(optim.update).parameters
+    return "value" in parameters or any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
 
 
-def takes_anything(optim: optax.GradientTransformation) -> bool:
-    """Whether an optimizer's update may be given arguments that it does not know."""
-    parameters = inspect.signature(optim.update).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+class LayersState(optax.transforms.PartitionState):
+    """The state of `per_layer`, whose update takes the shardings of gradients, too."""
+
+
+def _has_layers(opt_state: PyTree) -> bool:
+    """Whether a `per_layer` is in an optimizer."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, LayersState)
+
+    return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
 def init_optimizer(optim: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -81,8 +91,7 @@ def apply_update(
     """The parameters and the optimizer's state after an update."""
     # Some optimizers use the value of the loss, too; a few cannot be given it.
     extra: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
-    if takes_anything(optim):
-        # For `per_layer`; others ignore it.
+    if _has_layers(opt_state):
         extra["shardings"] = layout.update
     try:
         with jax.named_scope(UPDATE):

@@ -15,7 +15,7 @@ from ..sharding._leaves import is_array, is_key, leaf_path, stacked_depth
 from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
 from ..sharding._text import did_you_mean, first_few
-from ._optimizer import check_optim
+from ._optimizer import LayersState, check_optim
 from .rewrite._owners import map_layers
 
 #: The scope of what looks at one layer of a stack at a time.
@@ -86,12 +86,13 @@ def per_layer(
 
     def init(params: PyTree) -> Any:
         _check_found(patterns, params)
-        return by_stack(params).init(params)
+        return LayersState(*by_stack(params).init(params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        return by_stack(updates).update(updates, state, params, **extra)
+        new, state = by_stack(updates).update(updates, state, params, **extra)
+        return new, LayersState(*state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -140,16 +140,11 @@ def theory(step, remat="full", tied=True):
             # Also gathered again without remat, which keeps no gathered weight.
             gathers, sums = LAYERS * 2, LAYERS
         elif path == ".embedding" and tied:
-            sums = 2  # over devices, for the lookup and for the logits
+            sums = 2  # over devices, whole for the lookup, and for the logits
         used, stored = part(shape, spec, "tensor"), part(shape, spec, "tensor", "fsdp")
         if stored == used:
             send("all-reduce", {"data", "fsdp"}, used, sums)
             continue
-        if path == ".embedding":
-            # The gradient of the lookup is scattered over `fsdp`, then summed over `data`.
-            send("all-reduce", {"fsdp"}, used)
-            send("all-reduce", {"data"}, stored)
-            sums -= 1
         send("all-gather", {"fsdp"}, used, gathers)
         if ("fsdp",) in spec:
             # A reduce-scatter, which on CPUs is an all-reduce and a slice.

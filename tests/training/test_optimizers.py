@@ -204,8 +204,21 @@ def test_an_update_changes_only_the_values_of_the_state(first, update, says, non
         train_step(state, make_batch(0))
 
 
+def test_an_optimizer_that_takes_any_keywords_gets_the_value_of_the_loss_alone():
+    inner, given = optax.sgd(1e-2), list[str]()
+
+    def update(updates, state, params=None, **others):
+        given.extend(others)
+        return inner.update(updates, state, params)
+
+    optim = optax.GradientTransformationExtraArgs(inner.init, update)
+    state, train_step = start(optim)
+    train_step(state, make_batch(0))
+    assert {*given} == {"value"}
+
+
 def test_the_guide_lists_what_is_tested():
     page = Path(__file__).parents[2] / "docs/pages/guide/optimizers.md"
-    table = page.read_text().split("<!-- optimizers -->")[1].split("| not these |")[0]
+    table = page.read_text().split("<!-- optimizers -->")[1].split("**not these**")[0]
     listed = {*re.findall(r"`(\w+)`", table)} - {"optax"}
     assert listed == {*OPTIMS} - {"lbfgs without line search"}
