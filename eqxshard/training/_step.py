@@ -30,7 +30,6 @@ from ._donation import (
 )
 from ._inputs import NOTHING, Signature, StepInput, is_elsewhere, placed
 from ._jit import Program, call_jitted, jit_on
-from ._lint import lint_step
 from ._memory import (
     Memory,
     arguments_of,
@@ -249,9 +248,9 @@ class StepMachine:
         try:
             self._in_flight.make_room()
             if is_new and {*self._levels.values()} != {"off"}:
-                made = self.compile(call, batch)
+                made, findings = self.inspect(call, batch)
                 step.memory = Memory.of(self._named(key, batch), call, batch, made)
-                self._report([*lint_step(call, made, batch)])
+                self._report(findings)
             step.is_new = False
             if state is not None and state._flat is None:
                 # Not from a step, so it may be anywhere.
@@ -308,6 +307,9 @@ class StepMachine:
 
     def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
         """Compile the program; also return what lint finds in it, whatever the level."""
+        # Only a first call needs it, and what reads compiled programs.
+        from ._lint import lint_step
+
         program = self.compile(call, batch)
         return program, [*lint_step(call, program, batch)]
 
