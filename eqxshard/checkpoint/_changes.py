@@ -225,8 +225,8 @@ def _remedy(lacks: Collection[str], has: Collection[str]) -> str:
     options = ["missing='init'"] if lacks else []
     options += ["unused='drop'"] if has else []
     return (
-        f"give {' and '.join(options)} if this is meant (and rename={{OLD: NEW}} for what "
-        "only has another path)"
+        f"give {' and '.join(options)} to train or restore if this is meant (and "
+        "rename={OLD: NEW} for what only has another path)"
     )
 
 

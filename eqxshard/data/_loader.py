@@ -51,7 +51,8 @@ class Loader:
     """Makes batches of a source's examples, and places them on a mesh.
 
     Iterating gives dicts of global `jax.Array`s, their rows split over the mesh's `data`
-    and `fsdp` axes, starting at the loader's position. Each device gets its own rows
+    and `fsdp` axes, starting at the loader's position. It never ends, unless `epochs` says
+    when: for a `for` loop over one pass, give `epochs=1`. Each device gets its own rows
     only. Batches are gathered ahead in a [Grain](https://google-grain.readthedocs.io)
     thread, which ends when the iterator is closed or dropped.
 

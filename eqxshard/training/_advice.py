@@ -1,18 +1,21 @@
 """Mistakes in a user's functions: a note on the batch they got, and a short traceback."""
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._errors import ON_PURPOSE
+from .._errors import ON_PURPOSE, UsageTypeError
 from ..compiled._causes import is_ours
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._text import comma_list, did_you_mean
+from ..transforms._compiles import function_name
 
 #: The folders of JAX and Equinox.
 _THEIRS = tuple(os.path.join(Path(str(x.__file__)).parent, "") for x in (jax, eqx))
@@ -51,6 +54,33 @@ def shorten_traceback(error: Exception) -> None:
     for step in reversed(others):
         short = TracebackType(short, step.tb_frame, step.tb_lasti, step.tb_lineno)
     error.__traceback__ = short
+
+
+def check_takes(fn: Callable[..., Any], name: str, *arguments: str) -> None:
+    """Refuse a function that does not take the arguments that a step gives it.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `name`: its role, such as `loss_fn`.
+    - `arguments`: their names.
+
+    **Raises:**
+
+    `TypeError` that says how the function is called.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # It has none.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise UsageTypeError(
+            f"{function_name(fn)}{signature} is called as "
+            f"{name}({', '.join(arguments)}), which it does not take ({error}); write "
+            "such a function."
+        ) from None
 
 
 def add_advice(error: Exception, batch: PyTree, *, stateful: bool) -> None:

@@ -15,6 +15,7 @@ from ..sharding._explicit import replicated_on, to_auto
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
+from ._advice import check_takes
 from ._examples import (
     check_metric_names,
     check_scalars,
@@ -202,6 +203,7 @@ def eval_step(
             for_use,
             batch_for_use,
         ):
+            check_takes(metric_fn, "metric_fn", "model", "batch")
             model = eqx.nn.inference_mode(for_use["model"])
             model_state = replicated_on(model_state, mesh)
 

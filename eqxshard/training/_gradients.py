@@ -19,7 +19,7 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
-from ._advice import add_advice
+from ._advice import add_advice, check_takes
 from ._config import StepConfig
 from ._examples import (
     check_metric_names,
@@ -102,6 +102,8 @@ def compute_gradients(
         ):
             model = for_use["model"]
             more = () if extra is None else (for_use["extra"],)
+            names = ("model", "batch", "key", "extra")
+            check_takes(config.loss_fn, "loss_fn", *names[: 3 + len(more)])
             model_state, key = replicated_on((model_state, key), layout.mesh)
             # Called here, and not in a function of its own: each is a frame in the
             # traceback of a mistake in the loss function.

@@ -97,7 +97,8 @@ def test_renamed_and_added_fields_go_with_their_moments(saved, tmp_path, caplog)
     fresh = new_state(Renamed, ADAM, seed=1)
     with pytest.raises(ValueError) as error:
         checkpointer.restore(fresh)
-    hint = "give missing='init' and unused='drop' if this is meant (and rename={OLD: NEW} "
+    hint = "give missing='init' and unused='drop' to train or restore if this is "
+    hint += "meant (and rename={OLD: NEW} "
     assert hint in str(error.value)
     rename = {"model.blocks": "model.layers"}
     with pytest.raises(ValueError, match=r"model.scale .* is missing there; .* missing='i"):

@@ -43,15 +43,10 @@ def other_key(model, batch, key=None):
     return {}["image"]
 
 
-def two_arguments(model):
-    return CROSS_ENTROPY(model, model)
-
-
 MISTAKES: dict[str, Any] = {
     "no vmap": (no_vmap, ["no_vmap", "__call__"], None),
     "a key": (wrong_key, ["wrong_key"], "The batch has no 'images'; did you mean 'image'?"),
     "a key of another dict": (other_key, ["other_key"], None),
-    "arguments": (two_arguments, [], None),
 }
 OPTIM = optax.sgd(0.1)
 IMAGES = {"image": jnp.ones((8, 4)), "label": np.zeros(8, np.int32)}
@@ -87,9 +82,8 @@ def test_an_error_says_what_the_batch_was_at_the_users_line(kind, mistake):
     assert [note.startswith(advice) for note in more] == [True] if advice else more == []
     found = [x.name for x in frames(error) if x.filename == __file__]
     assert [name for name in found[1:] if name != "<lambda>"] == names
-    if names:
-        ours = [x.name for x in frames(error) if x.filename.startswith(HIDDEN)]
-        assert ours == ["__call__"]  # That of the step.
+    ours = [x.name for x in frames(error) if x.filename.startswith(HIDDEN)]
+    assert ours == ["__call__"]  # That of the step.
 
 
 def test_an_error_for_users_is_left_as_it_is():
@@ -136,3 +130,26 @@ def test_a_mistake_of_this_library_keeps_all_frames(monkeypatch):
     with pytest.raises(TypeError) as caught, short_traceback():
         step(state, IMAGES)
     assert "look_up" in [frame.name for frame in frames(caught.value)]
+
+
+def test_a_function_of_other_arguments_is_refused():
+    def loss_fn(model, batch):
+        return batch
+
+    def metric_fn(model, batch, key):
+        return {"loss": batch}
+
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    optim = optax.sgd(0.1)
+    placed: dict = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+    state = eqxshard.init_state(lambda key: model, optim, key=jax.random.key(0), **placed)
+    with pytest.raises(
+        TypeError,
+        match=r"loss_fn\(model, batch\) is called as loss_fn\(model, batch, key\), which",
+    ):
+        eqxshard.make_train_step(loss_fn, optim)(state, np.ones((8, 2), np.float32))
+    with pytest.raises(
+        TypeError,
+        match=r"metric_fn\(model, batch, key\) is called as metric_fn\(model, batch\), wh",
+    ):
+        eqxshard.make_eval_step(metric_fn)(state.model, np.ones((8, 2), np.float32))
