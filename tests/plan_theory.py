@@ -74,13 +74,15 @@ def layer_size(shape: Shape) -> int:
 
 
 def theory(
-    mesh_shape: dict[str, int], shape: Shape = SHAPE, rows: int = ROWS
+    mesh_shape: dict[str, int],
+    shape: Shape = SHAPE,
+    rows: int = ROWS,
+    backend: str = "cpu",
 ) -> dict[tuple[str, str], float]:
     """By axes and kind, the bytes that each device has to send in a step.
 
-    Gradients are summed in float32, of four bytes, but for those of experts, whose rounds
-    are a loop that ends when the data say. All else is bfloat16, of two, but what is said
-    to be otherwise.
+    Gradients are summed in bfloat16, of two bytes, as everything is but what is said to be
+    otherwise.
     """
     axes = ("data", "fsdp", "tensor", "context")
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
@@ -88,8 +90,6 @@ def theory(
     layer = layer_size(s)
     layers, table = s.layers * layer / tensor, s.vocab_size * s.embed / tensor
     norms = (2 * s.layers + 1) * s.embed
-    # As if of four bytes.
-    reduced = layers - s.layers * s.experts * 3 * s.mlp * s.embed / 2
     rows //= data * fsdp
     activations = rows * s.seq_len * s.embed
     sent: dict[tuple[str, str], float] = {}
@@ -99,17 +99,18 @@ def theory(
             part = size * (devices - 1) / devices
             sent[axes, kind] = sent.get((axes, kind), 0) + part
 
-    # Parameters: the layers twice, forward and again backward. The tokens (int32), of
-    # which each device looks up its features.
+    # Parameters: the layers twice, forward and again backward.
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
-    add("fsdp", "all-gather", 4 * fsdp * rows * s.seq_len, fsdp)
-    # Gradients: that of the input's table by its features, which change hands.
-    add("fsdp", "reduce-scatter", 4 * (reduced + table), fsdp)
-    add("fsdp", "all-to-all", 2 * activations, fsdp)
-    # Then the parts of them.
-    add("data", "all-reduce", 2 * 4 * (reduced + 2 * table) / fsdp, data)
+    # Gradients. That of the input's table is summed whole, of which XLA makes a
+    # reduce-scatter over fsdp alone, and on GPUs where tensor does not split the table.
     batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
-    add(",".join(batch), "all-reduce", 2 * 4 * norms, data * fsdp)
+    is_whole = len(batch) > 1 and (backend == "cpu" or tensor > 1)
+    whole = table if is_whole else 0
+    scattered = layers + 2 * table - whole
+    add("fsdp", "reduce-scatter", 2 * scattered, fsdp)
+    # Then the parts of them.
+    add("data", "all-reduce", 2 * 2 * scattered / fsdp, data)
+    add(",".join(batch), "all-reduce", 2 * 2 * (norms + whole), data * fsdp)
     # Activations: of each layer's two blocks forward, one of them again, and the
     # gradients of both; of both tables. Of the cross-entropy three numbers per token.
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
@@ -130,7 +131,7 @@ def theory(
         sent["context", "collective-permute"] = s.layers * (
             (context - 1) * visits - 2 * (2 * keys) + home + halves
         )
-        add("context", "all-reduce", 2 * 4 * (layers + 2 * table + norms), context)
+        add("context", "all-reduce", 2 * 2 * (layers + 2 * table + norms), context)
     return sent
 
 
@@ -157,7 +158,7 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
     return {
         ("expert", "all-to-all"): s.layers * 12 * 2 * rows * part,
         ("expert", "all-gather"): 2 * gathered * part,
-        ("expert", "all-reduce"): 2 * 4 * (dense + routes + ROWS) * part,
+        ("expert", "all-reduce"): 2 * (2 * dense + 4 * (routes + ROWS)) * part,
     }
 
 
@@ -168,7 +169,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
     layer = layer_size(s) + 2 * s.embed
     table = s.vocab_size * s.embed
     activations = ROWS // data * s.seq_len * s.embed
-    # Gradients are summed in float32: a stage's layers, both tables and the last norm.
+    # Gradients are summed in bfloat16: a stage's layers, both tables and the last norm.
     gradients = s.layers * layer / stages + 2 * table + s.embed
     return {
         # In each tick, a microbatch to the next stage; then its gradient the way back.
@@ -178,7 +179,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
         # The output, which the last stage has, and the gradient of the input, which the
         # first one has.
         ("stage", "all-reduce"): 2 * 2 * 2 * activations * (stages - 1) / stages,
-        ("data", "all-reduce"): 2 * 4 * gradients * (data - 1) / data,
+        ("data", "all-reduce"): 2 * 2 * gradients * (data - 1) / data,
     }
 
 

@@ -31,7 +31,7 @@ def test_communication_is_what_theory_counts(name):
     print(plan)
     assert plan.backend == "gpu"
     # To the byte, but for the losses and scalars that the compiler sends with gradients.
-    assert traffic(plan) == pytest.approx(theory(MESHES[name]), abs=128)
+    assert traffic(plan) == pytest.approx(theory(MESHES[name], backend="gpu"), abs=128)
     memory = plan.memory
     assert memory.parameters == state_bytes(MESHES[name])
     assert 2 * memory.parameters <= memory.optimizer <= 2 * memory.parameters + 8
@@ -59,7 +59,7 @@ def test_tokens_stay_on_their_devices_where_these_have_all_experts(name):
     print(plan)
     # Weights and their gradients, as without experts. Beyond that, in each layer whether
     # any device needs further rounds: one number.
-    sent, wanted = traffic(plan), theory(MESHES[name], shape)
+    sent, wanted = traffic(plan), theory(MESHES[name], shape, backend="gpu")
     assert {key: sent.get(key) for key in wanted} == pytest.approx(wanted, abs=128)
     assert sum(size for key, size in sent.items() if key not in wanted) < 128
 

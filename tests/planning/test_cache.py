@@ -31,7 +31,7 @@ state = eqxshard.init_state(
 )
 step = eqxshard.make_train_step(next_token_losses, OPTIM)
 batch = {"tokens": np.zeros((8, 17), np.int32)}
-batch = eqxshard.filter_shard(batch, batch_sharding(mesh))
+batch = eqxshard.filter_shard(batch, eqxshard.sharding.batch_sharding(mesh))
 hits.clear()
 step(state, batch)
 misses = [event for event in hits if event.endswith("cache_misses")]

@@ -110,7 +110,7 @@ def test_generated_tokens_are_learned(main, tmp_path):
     status, _, err = main(*options, "--output", tmp_path / "run")
     assert status == 0, err
     losses = [x["eval/loss"] for x in read_lines(tmp_path / "run") if "eval/loss" in x]
-    assert np.log(3) < losses[-1] < 0.9 * np.log(65)
+    assert np.log(3) < losses[-1] < 0.9 * np.log(257)
 
 
 MISTAKES = {

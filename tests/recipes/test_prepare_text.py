@@ -70,7 +70,7 @@ def test_the_recipe_trains_on_a_folder_and_writes(files, capsys, monkeypatch):
     options += ("--batch-size", 8, "--length", 8, "--output", "run", "--steps", 2)
     status, out, err = call(capsys, monkeypatch, GPT, *options)
     assert status == 0 and "--- sample after step 2 ---" in out, err
-    options += ("--resume", "--sample", "the cat")
+    options += ("--resume", "yes", "--sample", "the cat")
     status, out, err = call(capsys, monkeypatch, GPT, *options)
     assert (status, err) == (0, "") and out.startswith("the cat")
     monkeypatch.setitem(sys.modules, "tokenizers", None)

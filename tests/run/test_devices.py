@@ -132,7 +132,9 @@ print(jax.device_count())
 def test_devices_that_are_not_there_are_named(platform):
     out, err = run("find_devices()", JAX_PLATFORMS=platform)
     last = err.splitlines()[-1]
-    says = f"ValueError: JAX finds no devices for JAX_PLATFORMS={platform}: "
+    says = (
+        f"eqxshard._errors.UsageError: JAX finds no devices for JAX_PLATFORMS={platform}: "
+    )
     assert out == "" and last.startswith(says)
     assert last.endswith(
         "unset it, or install JAX for the accelerator, such as jax[cuda12]."
