@@ -5,6 +5,7 @@ over layers or microbatches stays a loop. From what it recorded, `follow` finds 
 the operation that a value got its NaN or infinity from.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 import itertools
@@ -21,6 +22,7 @@ from jaxtyping import Array, UInt8
 
 from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
+from ..sharding._explicit import auto_mesh, is_explicit, to_auto
 from ..sharding._leaves import is_inexact
 from ..training.rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr, scan_counts
 
@@ -111,20 +113,28 @@ class Recorder:
         """Record a value, such as an input; returns its number, if it can be NaN."""
         if not is_inexact(value) or not value.size:
             return None
-        if value.dtype.itemsize == 1:
-            value = value.astype(jnp.float32)
         has_rows = value.ndim and value.shape[0] == self._rows
-        size = abs(value).reshape((self._rows if has_rows else 1, -1))
-        infinite = (size == jnp.inf).astype(jnp.uint8) * np.uint8(INFINITE)
-        kind = jnp.where(size != size, np.uint8(NAN), infinite)
-        return self._add(jax.lax.reduce(kind, np.uint8(FINITE), jax.lax.max, (1,)))
+        with _on_auto():
+            value = to_auto(value)
+            if value.dtype.itemsize == 1:
+                value = value.astype(jnp.float32)
+            size = abs(value).reshape((self._rows if has_rows else 1, -1))
+            infinite = (size == jnp.inf).astype(jnp.uint8) * np.uint8(INFINITE)
+            kind = jnp.where(size != size, np.uint8(NAN), infinite)
+            return self._add(jax.lax.reduce(kind, np.uint8(FINITE), jax.lax.max, (1,)))
 
     def records(self) -> UInt8[Array, " n"]:
         """All that was recorded, to be returned to the host."""
-        return jnp.concatenate([jnp.zeros(0, jnp.uint8), *self._records])
+        with _on_auto():
+            found = jnp.concatenate([jnp.zeros(0, jnp.uint8), *self._records])
+        if not is_explicit(jax.sharding.get_abstract_mesh()):
+            return found
+        # The loop or the code for each device that returns this is on Explicit axes.
+        return jax.sharding.reshard(found, PartitionSpec(None))
 
     def _add(self, kinds: Array) -> int:
-        self._records.append(kinds.ravel())
+        with _on_auto():
+            self._records.append(to_auto(kinds).ravel())
         self._sizes.append(kinds.size)
         return len(self._sizes) - 1
 
@@ -158,7 +168,8 @@ class Recorder:
         for eqn in jaxpr.eqns:
             read_all = [read(atom) for atom in eqn.invars]
             found = [x for x, _ in read_all], [number for _, number in read_all]
-            outputs = self._evaluate_one(eqn, *found, caller)
+            with _axes_of(eqn):
+                outputs = self._evaluate_one(eqn, *found, caller)
             values.update(zip(eqn.outvars, zip(*outputs), strict=True))
         results = [read(atom) for atom in jaxpr.outvars]
         return [x for x, _ in results], [number for _, number in results]
@@ -259,10 +270,15 @@ class Recorder:
             return [self.kinds(records, self.losses)]
         loops = [each.loop for each in self._operations if each.loop is not None]
         for loop in loops:
-            table = self.kinds(records, loop.record).reshape(loop.length, -1)
             if loop.body.losses is not None:
+                table = self._by_round(records, loop)
                 return [loop.body.kinds(row, loop.body.losses) for row in table]
         return []
+
+    def _by_round(self, records: np.ndarray, loop: _Loop) -> np.ndarray:
+        """What the body of a loop recorded, a row for each round, if it had any."""
+        found = self.kinds(records, loop.record)
+        return found.reshape(loop.length, found.size // max(loop.length, 1))
 
     def follow(
         self,
@@ -317,9 +333,10 @@ class Recorder:
         made: Origin,
     ) -> None:
         given = [_source(number, origins, made) for number in operation.inputs]
-        found: dict[int, Origin] = {}
-        table = self.kinds(records, loop.record).reshape(loop.length, -1)
-        numbers = range(loop.length)
+        carried = given[loop.consts : loop.consts + loop.carry]
+        # Without a round, what is carried comes out as it went in.
+        found = {} if loop.length else dict(enumerate(carried))
+        table, numbers = self._by_round(records, loop), range(loop.length)
         for i in reversed(numbers) if loop.is_reversed else numbers:
             inside = {
                 number: origin
@@ -366,6 +383,22 @@ def _origin(kind: int, sources: Sequence[tuple[int, Origin]], made: Origin) -> O
     if computed := [origin for origin in infinite if not origin.is_given]:
         return earliest(computed)
     return made if kind == NAN or not infinite else earliest(infinite)
+
+
+def _on_auto() -> Any:
+    """A context in which no axes are Explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not is_explicit(mesh):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(auto_mesh(mesh))
+
+
+def _axes_of(eqn: Any) -> Any:
+    """A context with the axes on which an equation was traced, if some are Explicit."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    if not (is_explicit(mesh) or is_explicit(jax.sharding.get_abstract_mesh())):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _kind_of(literal: Any) -> int:

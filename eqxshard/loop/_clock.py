@@ -35,11 +35,13 @@ class Phase(NamedTuple):
     - `part`: the part of the wall time that it counts for.
     - `what`: what the run waits for, in the words of the log.
     - `since`: when it began, by `time.perf_counter`.
+    - `is_limited`: whether the watchdog ends a run that is in it for too long.
     """
 
     part: Part
     what: str
     since: float
+    is_limited: bool = True
 
 
 class Clock:
@@ -72,10 +74,10 @@ class Clock:
         self._counted_until = self.now.since
 
     @contextlib.contextmanager
-    def phase(self, part: Part, what: str) -> Iterator[None]:
+    def phase(self, part: Part, what: str, *, is_limited: bool = True) -> Iterator[None]:
         """Count the time of a `with` block for a part; the watchdog sees what it is."""
         outer = self.now
-        self.now, self.failed = Phase(part, what, self._count()), None
+        self.now, self.failed = Phase(part, what, self._count(), is_limited), None
         try:
             yield
         except BaseException:
@@ -152,7 +154,7 @@ def _look(clock: Clock, hang_seconds: float, ended: threading.Event) -> None:
     while not ended.wait(min(hang_seconds / 10, 1.0)):
         phase = clock.now
         waited = time.perf_counter() - phase.since
-        if waited > hang_seconds:
+        if phase.is_limited and waited > hang_seconds:
             faulthandler.dump_traceback(2)
             count = jax.process_count()
             process = f"process {jax.process_index()} of {count}: " if count > 1 else ""

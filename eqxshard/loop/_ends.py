@@ -92,7 +92,8 @@ def explain_memory(loop: Loop, train_step: Any) -> Iterator[None]:
 
 
 def _describe(loop: Loop, train_step: Any, error: Exception) -> str:
-    part, what, _ = loop.clock.failed or loop.clock.now
+    phase = loop.clock.failed or loop.clock.now
+    part, what = phase.part, phase.what
     where = f"in {what}"
     if part in ("device", "log") and loop.count:
         # What was dispatched may still run.
@@ -241,13 +242,18 @@ def give_up(loop: Loop, train_step: Any) -> NoReturn:
         f"the loss, a gradient or an update of {len(steps)} steps in a row, from step "
         f"{steps[0]} on, was not finite"
     )
+    what = "the first value that is not finite"
     try:
-        with announced("looking for the first value that is not finite", in_logs=True):
+        with (
+            # To compile it may take far longer than a step, and the run has ended.
+            loop.clock.phase("other", f"the search for {what}", is_limited=False),
+            announced(f"looking for {what}", in_logs=True),
+        ):
             found = _find_first(loop, train_step, steps)
     # Such as for want of memory.
     except Exception as error:
         raise NonfiniteError(
-            f"{message}; its first value that was not finite could not be found: {error}"
+            f"{message}; {what} could not be found: {type(error).__name__}: {error}"
         ) from error
     raise NonfiniteError(f"{message}; {found}")
 
@@ -267,7 +273,10 @@ def _find_first(loop: Loop, train_step: Any, steps: list[int]) -> str:
     step = steps[-1] if precision and precision.scales_loss else steps[0]
     number = jnp.full_like(loop.state.step, step - 1)
     state = replace(loop.state, step=number)
-    batch = _batch_of(loop, step)
+    try:
+        batch = _batch_of(loop, step)
+    finally:
+        loop.loader.seek(loop.step)
     found = first_nonfinite(train_step, state, batch, loop.extra)
     if found is None:
         return (

@@ -106,7 +106,7 @@ def fit(
         stacks of all threads, and end this process with exit status 1, so that a launcher
         or scheduler starts the run again from its newest checkpoint; `None` for never. It
         must be longer than the longest compilation, evaluation or save, or the run ends
-        there each time.
+        there each time. The search of `max_nonfinite` may take any time.
     - `extra`: given to each step, such as a teacher; see [`eqxshard.training.TrainStep`][].
         A callback may replace it. It is not saved.
 

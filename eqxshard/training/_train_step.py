@@ -304,6 +304,6 @@ def _raise_if_nonfinite(state: TrainState, metrics: Metrics, batch: PyTree) -> N
         number = int(last) - int(count) + 1 + int(np.argmax(steps))
         raise NonfiniteError(
             f"the loss, a gradient or an update was not finite in step {number}; find the "
-            "line with eqxshard.first_nonfinite, or use nonfinite='skip' to leave such "
-            "steps out."
+            "line with eqxshard.first_nonfinite and a state from before, such as a "
+            "checkpoint's, or use nonfinite='skip' to leave such steps out."
         )

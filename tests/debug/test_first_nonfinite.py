@@ -1,5 +1,6 @@
 """The first value of a step that is not finite: its line, its rows, its arrays."""
 
+import functools as ft
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import lenient
 
 import eqxshard
@@ -37,6 +39,11 @@ def example_batch(**entries: Any) -> dict[str, Any]:
     return {"x": x, **{name: np.asarray(x, np.float32) for name, x in entries.items()}}
 
 
+def make_mesh(explicit: bool = False) -> jax.sharding.Mesh:
+    devices = jax.devices()[:4]
+    return eqxshard.make_mesh(data=-1, fsdp=2, devices=devices, explicit=explicit)
+
+
 def find(
     loss_fn: Any,
     batch: Any,
@@ -46,10 +53,11 @@ def find(
     change: Any = lambda model: model,
     extra: Any = None,
     precision: Any = None,
+    explicit: bool = False,
     **options: Any,
 ) -> FirstNonfinite | None:
     """What is found in a first step on four devices."""
-    mesh = eqxshard.make_mesh(data=-1, fsdp=2, devices=jax.devices()[:4])
+    mesh = make_mesh(explicit)
     where: dict[str, Any] = {"mesh": mesh, "rule": RULE}
     state = eqxshard.init_state(
         make_model, optim, key=jax.random.key(0), precision=precision, **where
@@ -211,8 +219,19 @@ def test_an_update_is_named():
 # The options of a step
 
 
-def test_a_line_of_code_for_each_device_is_named():
-    mesh = eqxshard.make_mesh(data=-1, fsdp=2, devices=jax.devices()[:4])
+def test_on_explicit_axes_the_line_the_layer_and_the_rows_are_named():
+    y, z = np.ones(ROWS), np.ones(ROWS)
+    assert find(unlikely, example_batch(y=y, z=z), explicit=True) is None
+    z[3] = -1
+    says = found(unlikely, example_batch(y=y, z=z), explicit=True)
+    assert (says.operation, says.line, says.rows) == ("sqrt", line(unlikely, 2), (3,))
+    says = found(roots, example_batch(y=y), Roots, explicit=True)
+    assert (says.line, says.rounds) == (line(Root.__call__, 1), (2,))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_line_of_code_for_each_device_is_named(explicit):
+    mesh = make_mesh(explicit)
     rows = batch_sharding(mesh).spec
 
     def logs(y):
@@ -223,10 +242,25 @@ def test_a_line_of_code_for_each_device_is_named():
         return jax.shard_map(logs, mesh=mesh, in_specs=rows, out_specs=rows)(y)
 
     y = np.ones(ROWS)
-    assert find(per_device, example_batch(y=y)) is None
+    assert find(per_device, example_batch(y=y), explicit=explicit) is None
     y[3] = -1
-    says = found(per_device, example_batch(y=y))
+    says = found(per_device, example_batch(y=y), explicit=explicit)
     assert (says.operation, says.line, says.rows) == ("log", line(logs, 1), (3,))
+
+
+def repeated(times, model, batch, key):
+    logs = jnp.log(batch["y"])
+    logs, _ = jax.lax.scan(lambda x, _: (x * 2, None), logs, None, length=times)
+    return predict(model, batch) + logs
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_loop_without_a_round_passes_on_what_it_was_given(times):
+    y = np.ones(ROWS)
+    assert find(ft.partial(repeated, times), example_batch(y=y)) is None
+    y[3] = -1
+    says = found(ft.partial(repeated, times), example_batch(y=y))
+    assert (says.operation, says.line, says.rows) == ("log", line(repeated, 1), (3,))
 
 
 def test_microbatches_are_the_rows_that_they_were():

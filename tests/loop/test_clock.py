@@ -10,7 +10,7 @@ import pytest
 from loop_helpers import Recorder, fresh, make_loader
 
 import eqxshard
-from eqxshard.loop._clock import Clock, announced, describe_time, goodput
+from eqxshard.loop._clock import Clock, Phase, announced, describe_time, goodput
 
 PARTS = ["data", "dispatch", "device", "compile", "evaluation", "checkpoint"]
 PARTS += ["callbacks", "log", "other"]
@@ -35,10 +35,10 @@ def test_each_moment_counts_for_one_part(now):
         now[0] += 2
         with clock.phase("device", "the devices"):
             now[0] += 4
-            assert clock.now == ("device", "the devices", 103)
+            assert clock.now == Phase("device", "the devices", 103)
         now[0] += 8
         # Again from here on.
-        assert clock.now == ("data", "a batch", 107)
+        assert clock.now == Phase("data", "a batch", 107)
     assert clock.read() == {**NONE, "other": 1, "data": 10, "device": 4}
     with pytest.raises(ZeroDivisionError), clock.phase("dispatch", "a step"):
         now[0] += 32

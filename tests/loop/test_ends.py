@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from process_helpers import finished
 
 import eqxshard
 from eqxshard.callbacks import Callback, Every
+from eqxshard.loop import _clock
 from eqxshard.training._step import InFlight
 
 
@@ -258,6 +261,25 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
 # Steps that are not finite
 
 
+class Reread:
+    """A loader that notices when it is read again."""
+
+    def __init__(self, loader):
+        self.loader, self.is_read = loader, False
+
+    def read_again(self):
+        raise NotImplementedError
+
+    def seek(self, step):
+        self.loader.seek(step)
+
+    def __iter__(self):
+        if self.is_read:
+            self.read_again()
+        self.is_read = True
+        return iter(self.loader)
+
+
 @pytest.mark.parametrize("log_every", [1, 2, 50])
 def test_too_many_in_a_row_end_the_run_with_an_error_that_names_the_examples(
     tmp_path, log_every
@@ -292,6 +314,38 @@ def test_the_error_names_the_line_without_a_checkpointer_too(placement):
         "in rows [0, 1, 2, 3, 4, 5, 6, 7] of the batch (examples [8, 9, 10, 11, 12, 13, "
         "14, 15] of the source)."
     )
+    # The search has read a batch again.
+    assert loader.state()["step"] == int(error.value.state.step)  # pyright: ignore
+
+
+def test_hang_seconds_does_not_end_the_search(monkeypatch):
+    ended, looks, readings = threading.Event(), threading.Semaphore(0), itertools.count()
+    passed = [0.0]
+
+    def perf_counter():
+        now = passed[0] + next(readings) * 1e-6
+        if threading.current_thread().name == "watchdog":
+            looks.release()
+        return now
+
+    monkeypatch.setattr(_clock, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(_clock, "abort_process", lambda status: ended.set())
+
+    class Slow(Reread):
+        def read_again(self):
+            while looks.acquire(blocking=False):
+                pass
+            # The next look begins in the search.
+            assert looks.acquire(timeout=60)
+            passed[0] += 1000
+            # It may have begun before this, but the second has not, and has ended.
+            for _ in range(3):
+                assert looks.acquire(timeout=60)
+
+    options = {"log_every": 1, "max_nonfinite": 1, "hang_seconds": 1.0}
+    with pytest.raises(FloatingPointError, match="in step 1, the first NaN appears in "):
+        run(None, Slow(make_loader()), loss_fn=nan_loss, steps=2, **options)
+    assert passed == [1000] and not ended.is_set()
 
 
 def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
@@ -304,24 +358,16 @@ def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
 def test_what_cannot_be_found_does_not_hide_why_the_run_ended():
     """Such as for want of memory."""
 
-    class Once:
-        """Makes no batch a second time."""
-
-        def __init__(self, loader):
-            self.loader, self.is_read = loader, False
-
-        def seek(self, step):
-            self.loader.seek(step)
-
-        def __iter__(self):
-            if self.is_read:
-                raise OSError("gone")
-            self.is_read = True
-            return iter(self.loader)
+    class Once(Reread):
+        def read_again(self):
+            raise KeyError("gone")
 
     options = {"log_every": 1, "max_nonfinite": 1}
-    with pytest.raises(FloatingPointError, match="could not be found: gone"):
-        run(None, Once(make_loader()), loss_fn=nan_loss, steps=2, **options)
+    loader = make_loader()
+    with pytest.raises(FloatingPointError, match="not be found: KeyError: 'gone'") as error:
+        run(None, Once(loader), loss_fn=nan_loss, steps=2, **options)
+    assert isinstance(error.value.__cause__, KeyError)
+    assert loader.state()["step"] == int(error.value.state.step)  # pyright: ignore
 
 
 NOT_FINITE = "its loss, a gradient or its update was not finite. "
