@@ -86,7 +86,8 @@ def per_layer(
 
     def init(params: PyTree) -> Any:
         _check_found(patterns, params)
-        return LayersState(*by_stack(params).init(params))
+        state: Any = by_stack(params).init(params)
+        return LayersState(*state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
