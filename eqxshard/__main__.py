@@ -58,9 +58,6 @@ def _add(
     """Add a command, and the text of its help."""
     parser = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--traceback", action="store_true", help="at an error, show the whole traceback"
-    )
     return parser
 
 
@@ -73,6 +70,9 @@ def _add_page(commands: Any) -> None:
         "or after a plan was put beside it as plan.json.",
     )
     page.add_argument("folder", metavar="RUN", help="the folder of a run")
+    page.add_argument(
+        "--traceback", action="store_true", help="at an error, show the whole traceback"
+    )
 
 
 def _page(options: argparse.Namespace) -> None:

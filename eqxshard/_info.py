@@ -22,7 +22,9 @@ def info() -> None:
 
 def _lines() -> Iterator[str]:
     yield f"python       {platform.python_version()} on {platform.platform()}"
-    names = {each.name: each.version for each in importlib.metadata.distributions()}
+    found = importlib.metadata.distributions()
+    # What is left of a package that was removed may have no name.
+    names = {each.name: each.version for each in found if each.name}
     yield from (f"{name:<12} {names[name]}" for name in _sorted(names, _PACKAGES))
     yield from (f"{name}={os.environ[name]}" for name in _sorted(os.environ, _VARIABLES))
     # As late as here: JAX itself may be what is broken.

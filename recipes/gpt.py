@@ -281,7 +281,7 @@ def find_tokenizer(args: Args) -> text.ByteTokenizer | Tokenizer | None:
         return None
     if args.tokenizer is not None:
         return Tokenizer(Path(args.tokenizer))
-    if is_text:
+    if is_text or (args.data == "synthetic" and args.sample is not None):
         return text.ByteTokenizer()
     for folder in (Path(args.data), Path(args.data, "train")):
         if (folder / "tokenizer.json").is_file():

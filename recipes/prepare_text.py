@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -30,11 +31,23 @@ class Args:
 
 def read(path):
     """The documents of a file."""
-    with path.open(encoding="utf-8") as file:
-        if path.suffix == ".jsonl":
-            yield from (json.loads(line)["text"] for line in file)
-        else:
-            yield file.read()
+    place = str(path)
+    try:
+        if path.suffix != ".jsonl":
+            yield path.read_text(encoding="utf-8")
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                place = f"line {number} of {path}"
+                if line.strip():
+                    text = json.loads(line)["text"]
+                    text.encode()  # Fails if it is not text.
+                    yield text
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise eqxshard.UsageError(
+            f"{place} is not a document in UTF-8 ({type(error).__name__}: {error}); "
+            "leave it out, or correct it."
+        ) from None
 
 
 def main(args: Args) -> str:
@@ -45,30 +58,43 @@ def main(args: Args) -> str:
         raise eqxshard.UsageError(
             f"there is a {args.output}; delete it, or give another --output."
         )
-    tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    try:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    except Exception as error:  # The package raises no narrower class.
+        raise eqxshard.UsageError(
+            f"{args.tokenizer} is not a tokenizer of Hugging Face ({error}); give another "
+            "--tokenizer."
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # What looks like a special token is text.
     ids = tokenizer.get_vocab()
     vocab_size = 1 + max(ids.values())  # There may be gaps.
     end = [ids[name] for name in ENDS if name in ids][:1]
-    args.output.mkdir(parents=True)
     documents = chain.from_iterable(map(read, args.inputs))
     dtype = np.min_scalar_type(vocab_size - 1)
     lengths = []
-    with (args.output / "tokens.bin").open("wb") as file:
-        # All cores encode some documents at once.
-        while some := list(islice(documents, 64)):
-            for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False):
-                if encoding.ids:
-                    tokens = np.array(encoding.ids + end, dtype)
-                    file.write(tokens.tobytes())
-                    lengths.append(len(tokens))
-    np.cumsum(lengths, dtype=np.uint64).tofile(args.output / "ends.bin")
-    shutil.copy(args.tokenizer, args.output / "tokenizer.json")
-    # Last: a folder without it is not prepared.
-    sizes = {"tokens": sum(lengths), "documents": len(lengths), "vocab_size": vocab_size}
-    (args.output / "prepared.json").write_text(json.dumps(sizes))
+    parent = args.output.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="preparing-", dir=parent) as name:
+        folder = Path(name, "prepared")
+        folder.mkdir()
+        with (folder / "tokens.bin").open("wb") as file:
+            # All cores encode some documents at once.
+            while some := list(islice(documents, 64)):
+                for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                    if encoding.ids:
+                        tokens = np.array(encoding.ids + end, dtype)
+                        file.write(tokens.tobytes())
+                        lengths.append(len(tokens))
+        if not lengths:
+            raise eqxshard.UsageError("there is no text in the inputs; give others.")
+        np.cumsum(lengths, dtype=np.uint64).tofile(folder / "ends.bin")
+        shutil.copy(args.tokenizer, folder / "tokenizer.json")
+        sizes = {"tokens": sum(lengths), "documents": len(lengths)}
+        sizes["vocab_size"] = vocab_size
+        (folder / "prepared.json").write_text(json.dumps(sizes))
+        folder.rename(args.output)  # Last: what fails before leaves nothing.
     return f"{args.output}: {sum(lengths):,} tokens of {len(lengths):,} documents"
 
 

@@ -34,7 +34,12 @@ def test_the_page_of_a_run_is_written(command, tmp_path):
     )
 
 
-def test_info_has_versions_devices_and_variables_that_matter(command, monkeypatch):
+def test_info_has_versions_devices_and_variables_that_matter(
+    command, monkeypatch, tmp_path
+):
+    # What is left of a package that was removed.
+    (tmp_path / "foo-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SLURM_JWT", "secret")
     status, out, err = command("info")
@@ -42,3 +47,4 @@ def test_info_has_versions_devices_and_variables_that_matter(command, monkeypatc
     assert f"jax          {jax.__version__}\n" in out and "eqxshard     " in out
     assert "\nNCCL_DEBUG=INFO\n" in out and "secret" not in out
     assert out.endswith("devices      8 x cpu (cpu)\n")
+    assert_refused(command("info", "--traceback"), "unrecognized arguments: --traceback")

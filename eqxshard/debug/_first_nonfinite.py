@@ -168,7 +168,7 @@ def first_nonfinite(
         # An infinite slope at a row of weight 0 makes the gradient NaN.
         return run(np.zeros_like(ignored))
     if found is not None and found.part != "loss" and found.rows is not None:
-        # A value with as many rows as the batch may be another, such as a weight.
+        # An array whose first dim happens to equal the batch size.
         others = ignored.copy()
         others[[*found.rows]] = True
         if others.all() or run(others) is not None:

@@ -31,7 +31,7 @@ NAN, INFINITE, FINITE = 2, 1, 0
 #: Operations that are what is inside of them.
 _CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 _REMAT = ("checkpoint", "remat", "remat2")
-#: Operations whose output is NaN or infinite where their input is.
+#: Operations that only move values, or change their sign.
 _MOVES = ("broadcast_in_dim", "copy", "expand_dims", "neg", "optimization_barrier")
 _MOVES += ("reshape", "reshard", "rev", "sharding_constraint", "squeeze", "transpose")
 

@@ -32,25 +32,27 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from .._errors import UsageError, UsageTypeError
+from .._errors import ON_PURPOSE, UsageTypeError
 from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
 from ..compiled._lowered import LoweredStep
 from ..sharding._rule import Rule
+from ..training._advice import shorten_traceback
 from ..training._precision import Precision
 from ._backends import wheels_folder
 from ._plan import Plan
 from ._script import import_script, script_path
 from ._targets import Compiler, Target
 
-#: Settings of JAX that change what is compiled.
+#: Settings of JAX that change what is compiled, and which frames an error has.
 _CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
+    "jax_traceback_filtering",
 )
 
 
@@ -183,10 +185,14 @@ CHILD = "EQXSHARD_PLANNING"
 ELSEWHERE = "In the process that compiles:"
 
 
+class CompilerError(RuntimeError):
+    """The compiler refused a step, or its process died."""
+
+
 class Failure(NamedTuple):
     """An error in the process that compiles: what to raise, and its own traceback.
 
-    A `UsageError` has no traceback.
+    A `UsageError`, or its twin for types, has no traceback.
     """
 
     kind: type[Exception]
@@ -196,7 +202,7 @@ class Failure(NamedTuple):
 
 def describe(error: Exception) -> Failure:
     """Say of an error whose it is, and what to do about it."""
-    if isinstance(error, UsageError):
+    if isinstance(error, ON_PURPOSE):
         return Failure(type(error), str(error), "")
     kind, message, said = RuntimeError, str(error), type(error).__name__
     first = message.strip().split("\n")[0][:300].rstrip(".")
@@ -206,6 +212,7 @@ def describe(error: Exception) -> Failure:
     if type(error) in (ValueError, TypeError):
         kind = type(error)
     elif frame is None and by_compiler:
+        kind = CompilerError
         message = f"the step could not be compiled ({said}: {first}); use backend='cpu'."
     else:
         where = "" if frame is None else f" at {frame.place}"
@@ -213,6 +220,7 @@ def describe(error: Exception) -> Failure:
             f"making the model and its step raised {said}: {first}{where}; correct the "
             "script."
         )
+    shorten_traceback(error)
     return Failure(kind, message, "".join(traceback.format_exception(error)))
 
 
@@ -230,7 +238,7 @@ def run(data: bytes, compiler: Compiler) -> Plan:
 
     **Raises:**
 
-    What it raised; `RuntimeError` if it died, or for an error of another type.
+    What it raised; `CompilerError` if it died; `RuntimeError` for an error of another type.
     """
     if CHILD in os.environ:
         raise RuntimeError(
@@ -252,7 +260,7 @@ def run(data: bytes, compiler: Compiler) -> Plan:
         )
         result = folder / "result"
         if not result.exists():
-            raise RuntimeError(explain_death(done.returncode, done.stderr))
+            raise CompilerError(explain_death(done.returncode, done.stderr))
         answer = pickle.loads(result.read_bytes())
     if isinstance(answer, Failure):
         error = answer.kind(answer.message)

@@ -1,5 +1,6 @@
 """`plan_search`: plans of a step on several meshes, the best first."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,15 +11,18 @@ import optax
 from jaxtyping import PyTree
 
 from .._errors import UsageError
+from ..sharding._mesh import used_axes
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list, did_you_mean
+from ..sharding._text import comma_list, did_you_mean, format_mesh
 from ..training._config import Nonfinite
 from ..training._precision import Precision
 from ._backends import find_backend
 from ._make_plan import make_request
 from ._plan import Plan
-from ._process import dump_request, run
+from ._process import CompilerError, dump_request, run
 from ._targets import Compiler, Target
+
+_LOG = logging.getLogger(__name__)
 
 #: The axes that a search may split over.
 _SEARCHED = ("data", "fsdp", "context", "tensor")
@@ -68,12 +72,14 @@ def plan_search(
 
     The plans. Those that fit come first, the fastest of them at the top; then the others,
     by the memory that they need. A mesh that the step cannot run on, because the batch or
-    the model does not divide over it, is left out: `plan` of that mesh raises the reason.
+    the model does not divide over it, or because the compiler fails, is left out, and the
+    reason is logged.
 
     **Raises:**
 
     `ValueError` if an argument is invalid, such as a mesh of another number of devices;
-    what `plan` raises for the first mesh, if the step can run on none of them.
+    what `plan` raises for the first mesh, if the step can run on none of them. Any other
+    error of the model or the loss function is raised, even if it occurs on one mesh only.
 
     !!! Example
 
@@ -121,7 +127,7 @@ def plan_search(
     def compile(request: bytes) -> Plan | Exception:
         try:
             return run(request, compiler)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (UsageError, CompilerError) as error:
             return error
 
     with ThreadPoolExecutor(workers) as pool:
@@ -130,6 +136,10 @@ def plan_search(
     if not plans:
         assert isinstance(answers[0], Exception)
         raise answers[0]
+    for shape, answer in zip(shapes, answers, strict=True):
+        if isinstance(answer, Exception):
+            mesh, reason = format_mesh(used_axes(shape)), " ".join(str(answer).split())
+            _LOG.warning("the mesh of %s is left out: %s", mesh, reason)
     return rank(plans)
 
 

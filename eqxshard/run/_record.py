@@ -53,9 +53,8 @@ class RunRecord:
     """Writes the record of a run, its warnings and its page; a context manager.
 
     It hears what this library logs, from the level WARNING, and what Python's `warnings`
-    show, and keeps each text once.
-    Only the process that calls `begin` writes anything. What cannot be written is logged,
-    and the run goes on.
+    show, and keeps each text once. Only the process that calls `begin` writes anything.
+    What cannot be written is logged, and the run goes on.
 
     **Arguments:**
 

@@ -30,9 +30,9 @@ class MLflow:
 
     **Raises:**
 
-    `ImportError` if MLflow is not installed. `ValueError` if the run cannot be started,
-    because the server cannot be reached, say. During training, nothing: MLflow sends in a
-    thread of its own, and logs what fails.
+    `ImportError` if MLflow is not installed: `pip install 'eqxshard[mlflow]'`. `ValueError`
+    if the run cannot be started, because the server cannot be reached, say. During
+    training, nothing: MLflow sends in a thread of its own, and logs what fails.
 
     !!! Example
 

@@ -26,13 +26,14 @@ class WandB:
         necessary.
     - `name`: the run's name; by default, W&B makes one up.
     - `settings`: what the run's config is to have, such as the script's arguments.
-    - `resume`: continue the run whose id the folder has, if there is one.
+    - `resume`: continue the run whose id the folder has, if there is one. Steps that are
+        taken again are sent again, and W&B ignores those that it has.
 
     **Raises:**
 
-    `ImportError` if wandb is not installed. `ValueError` if W&B refuses the run, because
-    nobody is logged in, say, or the server cannot be reached. During training, nothing:
-    what fails is logged.
+    `ImportError` if wandb is not installed: `pip install 'eqxshard[wandb]'`. `ValueError`
+    if W&B refuses the run, because nobody is logged in, say, or if its server cannot be
+    reached at the start. During training, nothing: what fails is logged.
 
     !!! Example
 

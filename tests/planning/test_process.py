@@ -7,9 +7,10 @@ from pathlib import Path
 import optax
 import pytest
 from plan_helpers import BATCH
-from transformer import next_token_losses
+from transformer import Transformer, next_token_losses
 
 import eqxshard
+from eqxshard._errors import UsageTypeError
 from eqxshard.planning._process import CHILD, explain_death
 
 
@@ -36,7 +37,20 @@ def test_a_mistake_in_the_model_is_said_to_be_one():
     with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
         eqxshard.plan(forget, next_token_losses, optax.sgd(0.1), BATCH, **options)
     assert str(caught.value).endswith("; correct the script.")
-    assert "in forget" in caught.value.__notes__[0]
+    (note,) = caught.value.__notes__
+    assert "in forget" in note and os.path.join("eqxshard", "planning") not in note
+
+
+def write(model, batch, key):
+    return "text"
+
+
+@pytest.mark.slow
+def test_a_mistake_that_is_a_sentence_stays_one():
+    options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
+    with pytest.raises(UsageTypeError) as caught:
+        eqxshard.plan(Transformer, write, optax.sgd(0.1), BATCH, **options)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_the_remedy_is_that_for_what_it_said():

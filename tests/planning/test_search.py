@@ -10,7 +10,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard.planning import _search
-from eqxshard.planning._process import load_request
+from eqxshard.planning._process import CompilerError, load_request
 from eqxshard.planning._search import mesh_shapes, rank
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
@@ -51,16 +51,37 @@ def test_what_can_run_on_no_mesh_raises_the_reason():
         )
 
 
-def test_a_mesh_that_the_compiler_cannot_compile_is_left_out(plan, monkeypatch):
-    def run(data, compiler):
-        request: Any = load_request(data)
-        if request.mesh_shape["fsdp"] == 8:
-            raise RuntimeError("XLA said no.")
-        return plan
+@pytest.fixture
+def search(plan, monkeypatch):
+    """Searches two meshes, of which fsdp=8 raises an error."""
 
-    monkeypatch.setattr(_search, "run", run)
-    meshes = [{"data": 8}, {"fsdp": 8}]
-    assert eqxshard.plan_search(*GIVEN, devices=8, rule=RULE, meshes=meshes) == [plan]
+    def search(error):
+        def run(data, compiler):
+            request: Any = load_request(data)
+            if request.mesh_shape["fsdp"] == 8:
+                raise error
+            return plan
+
+        monkeypatch.setattr(_search, "run", run)
+        meshes = [{"data": 8, "fsdp": 1}, {"fsdp": 8}]
+        return eqxshard.plan_search(*GIVEN, devices=8, rule=RULE, meshes=meshes)
+
+    return search
+
+
+@pytest.mark.parametrize("kind", [eqxshard.UsageError, CompilerError])
+def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(kind, search, plan, caplog):
+    assert search(kind("5 rows do not divide;\nuse 8.")) == [plan]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the mesh of fsdp=8 is left out: 5 rows do not divide; use 8."
+    )
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError])
+def test_a_mistake_on_one_mesh_only_is_raised(kind, search):
+    with pytest.raises(kind, match="of the user"):
+        search(kind("of the user"))
 
 
 def test_the_fastest_is_first_and_then_what_needs_least_memory():

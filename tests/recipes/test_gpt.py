@@ -107,8 +107,11 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(
 @pytest.mark.slow
 def test_generated_tokens_are_learned(main, tmp_path):
     options = ["--data", "synthetic", *SHORT, "--steps", 60, "--eval-windows", 16]
-    status, _, err = main(*options, "--output", tmp_path / "run")
+    options += ["--output", tmp_path / "run"]
+    status, _, err = main(*options)
     assert status == 0, err
+    status, out, err = main(*options, "--resume", "yes", "--sample", "abc")
+    assert (status, err) == (0, "") and out.startswith("abc")
     losses = [x["eval/loss"] for x in read_lines(tmp_path / "run") if "eval/loss" in x]
     assert np.log(3) < losses[-1] < 0.9 * np.log(257)
 

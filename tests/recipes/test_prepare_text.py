@@ -77,5 +77,29 @@ def test_the_recipe_trains_on_a_folder_and_writes(files, capsys, monkeypatch):
     assert_refused(call(capsys, monkeypatch, GPT, *options), "pip install tokenizers")
 
 
-def test_a_mistake_is_one_line(files, capsys, monkeypatch):
+MISTAKES = {
+    b'{"text": "a"}\n\n{"text": \n': "line 3 of c.jsonl is not a document in UTF-8 (JSOND",
+    b'{"text": "a"}\n{"words": "b"}\n': "line 2 of c.jsonl is not a document in UTF-8 (Key",
+    b'{"text": null}\n': "line 1 of c.jsonl is not a document",
+    b'{"text": "\xff"}\n': "line 1 of c.jsonl is not a document",
+}
+
+
+def test_a_mistake_is_one_line_and_leaves_nothing(files, capsys, monkeypatch):
     assert_refused(prepare(capsys, monkeypatch, more=["c.txt"]), "there is no file c.txt")
+    Path("c.txt").write_bytes(b"a\xff")
+    refused = prepare(capsys, monkeypatch, more=["c.txt"])
+    assert_refused(refused, "c.txt is not a document in UTF-8 (UnicodeDecodeError")
+    Path("c.txt").unlink()
+    before = {*Path().iterdir()} | {Path("c.jsonl")}
+    for text, sentence in MISTAKES.items():
+        Path("c.jsonl").write_bytes(text)
+        assert_refused(prepare(capsys, monkeypatch, more=["c.jsonl"]), sentence)
+    Path("c.jsonl").write_text("\n")
+    only = ("c.jsonl", "--tokenizer", "published.json")
+    assert_refused(call(capsys, monkeypatch, PREPARE, *only), "there is no text")
+    refused = prepare(capsys, monkeypatch, "--tokenizer", "a.txt")
+    assert_refused(refused, "a.txt is not a tokenizer of Hugging Face")
+    assert {*Path().iterdir()} == before
+    # A blank line is no document.
+    assert prepare(capsys, monkeypatch, more=["c.jsonl"])[0] == 0

@@ -68,13 +68,14 @@ def map_layers(
 def _find_owners(shardings: Sequence[NamedSharding], depth: int) -> NamedSharding | None:
     """How to split a stack by layers: over the axes that split its arrays.
 
-    As far as the number of layers divides; `None` if that is over nothing.
+    Those for which the number of layers does not divide are left out; `None` if all are.
     """
     split = {axis for each in shardings for axis in spec_axes(each.spec)}
     sizes = shardings[0].mesh.shape if shardings else {}
-    axes = [axis for axis, size in sizes.items() if axis in split and size > 1]
-    while depth % math.prod(sizes[axis] for axis in axes):
-        axes.pop()
+    axes = list[str]()
+    for axis in [axis for axis, size in sizes.items() if axis in split and size > 1]:
+        divides = depth % math.prod(sizes[each] for each in (*axes, axis)) == 0
+        axes += [axis] if divides else []
     # Matrices of experts are a stack already.
     if not axes or "expert" in split:
         return None
@@ -89,8 +90,8 @@ def _own(
 ) -> Any:
     """Rewrite an open jaxpr of so many layers, whose inputs have these shardings."""
     eqns: list[Any] = []
-    #: Arrays that are split as layers are stored, and how; and those that are whole on
-    #: their owners, by the same array or by one that is stored.
+    #: Arrays that are split as parameters are stored, and how. And for each array, its
+    #: copy that is split by layers.
     stored, whole = dict(zip(jaxpr.invars, shardings, strict=True)), dict[Any, Any]()
 
     def move(x: Any, sharding: NamedSharding) -> Any:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard.testing import collectives
+from eqxshard.training.rewrite._owners import _find_owners
 
 KEY = jax.random.key(0)
 WIDTH = 16
@@ -225,6 +226,15 @@ def test_matrices_of_a_stack_go_to_their_owners_and_back():
     # Of `up` and of `down`; for the decay of weights, they are back.
     assert len(found) == 2 * 2
     assert {op.bytes for op in found} == {4 * 8 * 2 * WIDTH**2 // 8}
+
+
+def test_axes_for_which_the_number_of_layers_does_not_divide_are_left_out():
+    mesh = eqxshard.make_mesh(fsdp=4, tensor=2)
+    shardings = [jax.NamedSharding(mesh, P(None, "fsdp", "tensor"))]
+    for layers, axes in {8: ("fsdp", "tensor"), 6: ("tensor",), 4: ("fsdp",)}.items():
+        found = _find_owners(shardings, layers)
+        assert found is not None and found.spec == P(axes)
+    assert _find_owners(shardings, 5) is None
 
 
 @pytest.mark.slow
