@@ -204,9 +204,8 @@ def test_constants_that_are_computed_while_tracing_need_set_mesh():
 
     # As if none were kept, which a model on other axes left.
     nn._embedding.internal_rope_embedding_cache.clear()
-    with pytest.raises(ValueError, match="AbstractMesh") as caught:
+    with pytest.raises(ValueError, match="AbstractMesh"):
         run(True, Rotated)
-    assert "jax.set_mesh(mesh)" in "".join(caught.value.__notes__)
     with jax.set_mesh(mesh_of(True)):
         found, _ = run(True, Rotated)
     nn._embedding.internal_rope_embedding_cache.clear()

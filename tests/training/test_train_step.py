@@ -185,7 +185,8 @@ def test_three_thousand_steps_do_not_deadlock():
             lambda model, batch, key: jax.vmap(model)(batch)[:, 0] ** 2, optim, mesh=mesh,
             rule=rule,
         )
-        batch = jax.device_put(np.ones((8, 4), np.float32), batch_sharding(mesh))
+        rows = eqxshard.sharding.batch_sharding(mesh)
+        batch = jax.device_put(np.ones((8, 4), np.float32), rows)
         for _ in range(3000):
             state, metrics = train_step(state, batch)
         print(int(state.step))
