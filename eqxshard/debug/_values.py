@@ -24,7 +24,12 @@ from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
 from ..sharding._explicit import auto_mesh, is_explicit, to_auto
 from ..sharding._leaves import is_inexact
-from ..training.rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr, scan_counts
+from ..training.rewrite._jaxprs import (
+    evaluate_equation,
+    is_jaxpr,
+    open_jaxpr,
+    scan_counts,
+)
 
 #: What a value is: some of it is NaN, or infinite, or all of it is finite.
 NAN, INFINITE, FINITE = 2, 1, 0
@@ -190,7 +195,7 @@ class Recorder:
         elif name == "shard_map":
             outputs, loop = self._shard_map(eqn, inputs, frame)
         else:
-            outputs = _compute(eqn, inputs)
+            outputs = evaluate_equation(eqn, inputs)
         if name in _MOVES:
             return outputs, numbers[: len(outputs)]
         found = [*map(self.record, outputs)]
@@ -408,23 +413,6 @@ def _kind_of(literal: Any) -> int:
     if np.isnan(value).any():
         return NAN
     return INFINITE if np.isinf(value).any() else FINITE
-
-
-def _compute(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation."""
-    given = {
-        atom: x
-        for atom, x in zip(eqn.invars, inputs, strict=True)
-        if not isinstance(atom, core.Literal)
-    }
-    parts = {"invars": [*given], "outvars": eqn.outvars, "eqns": [eqn]}
-    jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
-    return core.jaxpr_as_fun(jaxpr)(*given.values())
-
-
-@ft.cache
-def _empty() -> Any:
-    return jax.make_jaxpr(lambda: None)()
 
 
 def _frame(eqn: Any) -> Frame | None:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto, type_mesh
 from ...sharding._leaves import is_inexact, leaf_path
 from .._precision import Precision, check_patterns, is_found
-from ._jaxprs import map_jaxpr, open_jaxpr, scan_counts
+from ._jaxprs import evaluate_equation, map_jaxpr, open_jaxpr, scan_counts
 from ._rewrite import is_rewriting, looks_for_nan, warn_once
 
 #: The name of a product, for policies of what to keep for the backward pass.
@@ -186,19 +186,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
 
 def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The outputs of an equation, as the user's line computes them."""
-    given = {
-        atom: _plain(x)
-        for atom, x in zip(eqn.invars, inputs, strict=True)
-        if not isinstance(atom, core.Literal)
-    }
-    parts = {"invars": [*given], "outvars": eqn.outvars, "eqns": [eqn]}
-    jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
-    return core.jaxpr_as_fun(jaxpr)(*given.values())
-
-
-@ft.cache
-def _empty() -> Any:
-    return jax.make_jaxpr(lambda: ())()
+    return evaluate_equation(eqn, [*map(_plain, inputs)])
 
 
 def _at(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:

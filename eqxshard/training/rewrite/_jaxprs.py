@@ -1,5 +1,6 @@
 """Walking through jaxprs, and making equations of functions."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -7,6 +8,23 @@ import jax
 from jax.extend import core
 
 from ...compiled._findings import REWRITTEN
+
+
+def evaluate_equation(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of an equation. Its line stays the user's."""
+    given = {
+        atom: x
+        for atom, x in zip(eqn.invars, inputs, strict=True)
+        if not isinstance(atom, core.Literal)
+    }
+    parts = {"invars": [*given], "outvars": eqn.outvars, "eqns": [eqn]}
+    jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
+    return core.jaxpr_as_fun(jaxpr)(*given.values())
+
+
+@functools.cache
+def _empty() -> Any:
+    return jax.make_jaxpr(lambda: ())()
 
 
 def is_jaxpr(part: Any) -> bool:
