@@ -102,9 +102,11 @@ def theory(
     # Parameters: the layers twice, forward and again backward.
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
     # Gradients. That of the input's table is summed whole, of which XLA makes a
-    # reduce-scatter over fsdp alone, and on GPUs where tensor does not split the table.
+    # reduce-scatter over fsdp alone, and on GPUs beside data: before JAX 0.12 only where
+    # tensor does not split the table.
     batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
-    is_whole = len(batch) > 1 and (backend == "cpu" or tensor > 1)
+    is_scattered = backend == "gpu" and (tensor == 1 or jax.__version_info__ >= (0, 12))
+    is_whole = len(batch) > 1 and not is_scattered
     whole = table if is_whole else 0
     scattered = layers + 2 * table - whole
     add("fsdp", "reduce-scatter", 2 * scattered, fsdp)
