@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._buckets import BucketBatch
 from ..data._host import GRAPHS, check_integers
 from ..data._resident import DeviceBatches
 from ..distributed import allgather_json, spans_processes
@@ -162,8 +161,7 @@ class _Batch:
         It has the sizes that are its own by design: the length of a loop, of a dataset.
         """
         if not self._stacked:
-            is_bucket = isinstance(batch, BucketBatch)
-            return f"{step} (length {batch.length})" if is_bucket else step
+            return step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
