@@ -15,19 +15,13 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
 from .._errors import UsageError, UsageTypeError
-from ..sharding._leaves import check_dtypes
+from ..sharding._batch_weights import WEIGHT, check_weights
+from ..sharding._leaves import GRAPHS, check_dtypes
 from ..sharding._text import first_few
 from ._buckets import BucketBatch, Buckets, Span, stack_rows
 from ._samplers import Order
 from ._sources import ArraySource, Source, copied
 from ._steps import Steps
-from ._weights import WEIGHT, check_weights
-
-#: For errors about batches of one graph, whose nodes and edges differ in number.
-GRAPHS = (
-    "for graphs, such as those of jraph: pad each to the same numbers of nodes and edges, "
-    "stack them, and use jax.vmap in the loss"
-)
 
 
 @dataclass(frozen=True)
@@ -252,23 +246,6 @@ class HostBatches:
         epoch, start, _, _ = self.span(step)
         places = (start + self.positions).tolist()
         return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
-
-
-def check_integers(
-    arrays: Mapping[str, np.ndarray], remedy: str = "use a transform that makes them fit"
-) -> None:
-    """Raise `ValueError` where JAX, which has 32 bits by default, would wrap integers."""
-    for name, array in arrays.items():
-        if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
-            continue
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-        if dtype != array.dtype:
-            low, high = int(array.min(initial=0)), int(array.max(initial=0))
-            if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
-                raise UsageError(
-                    f"{name!r} has integers from {low} to {high}, which do not fit JAX's "
-                    f"{dtype}; {remedy}, or turn jax_enable_x64 on."
-                )
 
 
 def _checked(who: str, arrays: Any, count: int) -> dict[str, np.ndarray]:

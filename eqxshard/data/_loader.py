@@ -27,10 +27,12 @@ from jaxtyping import Array, Int
 
 from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
+from ..sharding._batch_weights import WEIGHT
+from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ._buckets import BucketBatch, Buckets
 from ._entries import FirstEntries
-from ._host import HostBatches, Transform, check_integers
+from ._host import HostBatches, Transform
 from ._pipeline import (
     checked_step,
     gather_ahead,
@@ -41,7 +43,6 @@ from ._resident import DeviceBatches, ResidentDataset
 from ._samplers import Order, Sampler, digest
 from ._sources import Source, check_source
 from ._steps import Steps
-from ._weights import WEIGHT
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]

@@ -14,13 +14,12 @@ from jaxtyping import Array
 
 from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._leaves import check_dtypes
+from ..sharding._batch_weights import WEIGHT, check_weights
+from ..sharding._leaves import GRAPHS, check_dtypes, check_integers
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._entries import FirstEntries
-from ._host import GRAPHS, check_integers
 from ._pipeline import checked_step, place_rows, positions_on_this_process
 from ._sources import copied
-from ._weights import WEIGHT, check_weights
 
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
