@@ -1,46 +1,18 @@
-"""A dataset that is whole on every device, and batches that steps gather from it."""
+"""A dataset that is whole on every device, from which steps gather their batches."""
 
 from collections.abc import Generator
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
+from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding
-from ..sharding._placement import filter_shard, from_host
-from ._host import HostBatches, check_integers
-from ._weights import WEIGHT
-
-
-class DeviceBatches(eqx.Module):
-    """Batches that a step gathers for itself, from a dataset that is on its devices.
-
-    [`eqxshard.Loader.stacked`][] makes these for `train_step.many` and `eval_step.many`.
-
-    - `examples`: the dataset, whole on each device.
-    - `rows`: which examples each step takes.
-    - `weight`: if the loader pads, how much each of them counts.
-    - `count`: the number of steps to take; there is room for `len(rows)`.
-    """
-
-    examples: dict[str, Array]
-    rows: Int[Array, "steps batch"]
-    weight: Float[Array, "steps batch"] | None
-    count: Int[Array, ""]
-
-    def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
-        """The batch of one of the steps."""
-        rows = self.rows[step]
-        batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
-        if self.weight is not None:
-            weight = self.weight[step]
-            if WEIGHT in batch:
-                weight = jnp.where(weight == 0, weight, batch[WEIGHT])
-            batch[WEIGHT] = weight
-        return filter_shard(batch, batch_sharding(mesh))
+from ..sharding._placement import from_host
+from ..training._device_batches import DeviceBatches
+from ._host import HostBatches
 
 
 class ResidentDataset:

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._buckets import BucketBatch
 from ..data._loader import Loader
 from ..data._steps import Steps
 from ..data._stream import Stream
@@ -103,11 +102,6 @@ def steps_of(loader: Any) -> Steps | None:
         return loader.steps
     # As of batches of one row.
     return Steps.of(1, len(loader)) if isinstance(loader, Sized) else None
-
-
-def length_of(batch: PyTree) -> int | None:
-    """What a batch is padded to, if it is one of several lengths."""
-    return batch.length if isinstance(batch, BucketBatch) else None
 
 
 def is_resident(loader: Batches, step: Any) -> bool:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from .._errors import NonfiniteError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._loader import Loader
-from ..data._rows import describe_batch
 from ..distributed import is_main_process
 from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
+from ..sharding._rows import describe_batch
 from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated

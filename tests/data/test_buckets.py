@@ -3,10 +3,7 @@
 import json
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,43 +160,3 @@ def test_what_does_not_suit_buckets_is_an_error(options, says):
     options.setdefault("sampler", Buckets(lengths, BOUNDARIES, pad))
     with pytest.raises(ValueError, match=says):
         read(loader_of(**options), 1)
-
-
-@pytest.mark.slow
-def test_steps_compile_once_for_each_length_without_a_warning(caplog):
-    where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
-    traced = []
-
-    def loss_fn(model, batch, key):
-        traced.append(batch["tokens"].shape)
-        found = jnp.where(batch["tokens"] >= 0, model[batch["x"] % 3, None], 0.0)
-        return jnp.sum((found - 1.0) ** 2, axis=1)
-
-    optim = optax.sgd(0.01)
-    step = eqxshard.make_train_step(loss_fn, optim, **where)
-    key = jax.random.key(0)
-    state = eqxshard.init_state(lambda key: jnp.zeros(3), optim, key=key, **where)
-    loader = eqxshard.Loader(
-        records(LENGTHS),
-        batch_size=8,
-        mesh=where["mesh"],
-        sampler=Buckets(LENGTHS, BOUNDARIES, PAD),
-    )
-    # As for a plan, of the largest; a run compiles it no more.
-    step.lower(state, loader.shapes())
-    assert [shape[1] for shape in traced] == [9]
-    state = eqxshard.fit(state, step, loader, epochs=2)
-    assert sorted(shape[1] for shape in traced) == [2, 5, 9]
-    traced.clear()
-    eval_step = eqxshard.make_eval_step(lambda model, b: {"loss": loss_fn(model, b, None)})
-    found = eqxshard.evaluate(state.model, eval_step, loader)
-    assert sorted(shape[1] for shape in traced) == [2, 5, 9]
-    assert "compiles again" not in caplog.text
-    x = eqxshard.predict(state.model, lambda model, batch: batch["x"], loader)
-    assert x.tolist() == [*range(len(LENGTHS))]
-    # By hand: each example once, whatever it is padded to.
-    lengths = np.array(LENGTHS)
-    widths = np.array(BOUNDARIES)[np.searchsorted(BOUNDARIES, lengths)]
-    errors = (np.asarray(state.model)[np.arange(len(LENGTHS)) % 3] - 1) ** 2
-    by_hand = np.mean(errors * lengths + widths - lengths)
-    assert found["loss"] == pytest.approx(by_hand, rel=1e-5)
