@@ -7,12 +7,22 @@ what comes out of this file. *Row*, *place* and *step* are explained in `_order.
 *position* is a row's position in its batch.
 """
 
-import contextlib
+import collections
+import functools
+import hashlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,8 +35,8 @@ from ..distributed import allgather_json, is_main_process
 from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import GRAPHS, check_dtypes
 from ..sharding._text import first_few, say
-from ._order import Steps
-from ._sources import ArraySource, Source, copied, empty
+from ._order import Order, Steps
+from ._sources import ArraySource, Source, as_source, copied, empty
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
@@ -38,6 +48,12 @@ _THREADS = 16
 
 #: Datasets of so many elements are endless: they were repeated without a number.
 _ENDLESS = 2**40
+
+#: At so many of the last steps a stream knows its iterator's state.
+_MARKS = 16
+
+#: How many examples of a dataset tell it from others.
+_DIGESTED = 4
 
 #: How many batches processes read before they tell each other how many they have.
 _GROUP = 8
@@ -114,6 +130,23 @@ class ExampleBatches:
         """Whether some batches have rows of padding."""
         return self.steps.fills and self.steps.remainder > 0
 
+    def at(self, step: int) -> "ExampleBatches":
+        """The same, for reading from a step on."""
+        first = self.steps.first
+        if step == 0 < first:
+            return replace(self, steps=self.steps.going_on(0, 0))
+        if step < first:
+            raise UsageError(
+                f"step {step} is before step {first}, from which on this loader has "
+                f"batches of {self.steps.size}; make another loader with the batch size "
+                "of that step."
+            )
+        return self
+
+    def going_on(self, step: int, examples: int) -> "ExampleBatches":
+        """The same, going on at a step, before which so many examples were read."""
+        return replace(self, steps=self.steps.going_on(step, examples))
+
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The numbers of the examples of a step's batch, on all processes."""
         epoch, start = self.steps.place(step)
@@ -147,9 +180,11 @@ class ExampleBatches:
 
     def make(self, step: int) -> Arrays:
         """The batch of a step."""
-        with _stop_is_an_error(f"the batch of step {step}"):
+        try:
             ((rows,), (real,)) = self.padded(range(step, step + 1), self.positions)
             return self._finish(self.read(rows), real)
+        except StopIteration as error:
+            raise _stopped(f"the batch of step {step}", error) from error
 
     def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""
@@ -175,6 +210,52 @@ class ExampleBatches:
             arrays = arrays | {WEIGHT: np.where(real, weight, 0).astype(np.float32)}
         check_weights(arrays, whole=size == self.steps.size)
         return arrays
+
+
+def make_examples(
+    source: Any,
+    size: int,
+    *,
+    transform: Transform | None,
+    remainder: str,
+    **order: Any,
+) -> tuple[ExampleBatches, dict[str, Any]]:
+    """Batches of arrays or of a `grain.MapDataset` of examples.
+
+    **Arguments:**
+
+    - `source`, `transform`, `remainder`: as for the loader.
+    - `size`: the batch size.
+    - `order`: the `seed`, `shuffle` and `sampler` of arrays.
+
+    **Returns:**
+
+    The batches, which this process holds as a whole, and a fingerprint of what decides
+    which examples they have. Its `"length"` is `None` if the dataset is endless.
+    """
+    if is_map_dataset(source):
+        _check_has_numbers(source)
+        places, length = len(source), finite_length(source)
+        # Not the seeds and the functions of the dataset, which are not to be had.
+        fingerprint = {"length": length, "examples": _digest(source)}
+        read = functools.partial(read_examples, source)
+        number, threads = functools.partial(_number_in, places), _THREADS
+    else:
+        source = as_source(source)
+        rows = Order(len(source), **order)
+        places = length = len(rows)
+        fingerprint = {
+            "length": len(source),
+            "seed": rows.seed,
+            "shuffle": rows.shuffle,
+            "sampler": rows.digest(),
+        }
+        read, number, threads = functools.partial(read_rows, source), rows.rows, 1
+    _check_remainder(remainder, length, size)
+    steps = Steps(size, places, fills=remainder == "pad" and length is not None)
+    whole = np.arange(size)
+    made = ExampleBatches(read, number, steps, transform, whole, threads)
+    return made, fingerprint | {"remainder": remainder}
 
 
 def read_rows(source: Source, rows: Int[np.ndarray, " n"]) -> Arrays:
@@ -206,7 +287,20 @@ def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
     return {name: _stacked(name, [x[name] for x in examples], listed) for name in names}
 
 
-def number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+def _check_has_numbers(dataset: Any) -> None:
+    """Refuse a `grain.MapDataset` some of whose numbers have no example."""
+    try:
+        dataset.batch(1)
+    except ValueError as error:
+        said = f"{error}".strip().partition("\n")[0]
+        raise UsageError(
+            "not every number of this dataset has an example, as after .filter(...), so "
+            "the loader cannot make batches of them; call .to_iter_dataset().batch(n) on "
+            f"it, and leave batch_size= out. (Grain says: {said})"
+        ) from error
+
+
+def _number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
     """The numbers of the examples of a dataset at some places of an epoch."""
     return epoch * length + np.arange(start, min(stop, length))
 
@@ -245,15 +339,35 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
+        #: The last steps that were read.
+        self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
 
-    def batches(self, start: "Mark", step: int) -> Generator[tuple[Arrays, Any]]:
-        """The batches from a step on, each with the state of the iterator after it.
+    def marks(self) -> "list[Mark]":
+        """The steps of which the iterator's state is known, for `remember`."""
+        return [*self._marks]
 
-        **Arguments:**
+    def remember(self, marks: "Sequence[Mark]") -> None:
+        """Know the iterator's state at these steps, and no others."""
+        self._marks.clear()
+        self._marks.extend(marks)
 
-        - `start`: a step of which the state is known, at most `step`.
-        - `step`: the step to begin with. Batches before it are read again.
-        """
+    def nearest(self, step: int) -> "Mark":
+        """The last step, up to this one, of which the iterator's state is known."""
+        known = [mark for mark in self._marks if mark.step <= step]
+        return max(known, key=lambda mark: mark.step, default=Mark(0, None))
+
+    def first(self) -> Arrays:
+        """This process's part of the first batch; read for its shapes."""
+        iterator = _HostIterator(self._open(), self._transform)
+        with closing(iterator):
+            try:
+                return next(iterator)
+            except StopIteration:
+                raise _no_batches() from None
+
+    def batches(self, step: int) -> Generator[Arrays]:
+        """The batches from a step on, read ahead; close it to end its threads early."""
+        start = self.nearest(step)
         iterator = _HostIterator(self._open(), self._transform)
         if start.state is not None:
             iterator.set_state(start.state)
@@ -269,7 +383,14 @@ class BatchStream:
             ahead = prefetch(iterator, self._reading.prefetch)
         try:
             read = _read_in_groups if self._spans else _read
-            yield from read(ahead)
+            count = step
+            for arrays, state in read(ahead):
+                check_weights(arrays, whole=not self._spans)
+                count += 1
+                self._marks.append(Mark(count, state))
+                yield arrays
+            if count == 0:
+                raise _no_batches()
         finally:
             _close(ahead, iterator)
 
@@ -293,6 +414,13 @@ class Mark:
 
     step: int
     state: Any
+
+
+def _no_batches() -> UsageError:
+    return UsageError(
+        "the dataset has no batches; look at its filters, and at the number of its "
+        "examples, where drop_remainder=True drops those that fill no batch."
+    )
 
 
 def _read(iterator: Any) -> Generator[tuple[Arrays, Any]]:
@@ -358,8 +486,10 @@ class _HostIterator:
 
     def __next__(self) -> Arrays:
         batch = next(self._batches)
-        with _stop_is_an_error("a batch"):
+        try:
             return self._finish(batch)
+        except StopIteration as error:
+            raise _stopped("a batch", error) from error
 
     def skip(self) -> None:
         """Read a batch, and throw it away."""
@@ -392,9 +522,7 @@ class _HostIterator:
                 "number of rows, or, if these are examples, give the loader batch_size= "
                 f"or call .batch(n) ({GRAPHS})."
             )
-        arrays = finished(arrays, self._transform)
-        check_weights(arrays, whole=False)
-        return arrays
+        return finished(arrays, self._transform)
 
 
 class _Passes:
@@ -513,17 +641,13 @@ def finite_length(source: Any) -> int | None:
     return None if length >= _ENDLESS else length
 
 
-@contextlib.contextmanager
-def _stop_is_an_error(what: str) -> Iterator[None]:
-    """Raise another error for `StopIteration`, which would be taken for the end."""
-    try:
-        yield
-    except StopIteration as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise RuntimeError(
-            f"line {at.lineno} of {at.filename} raised StopIteration while {what} was "
-            "made; give next() a default there, or raise another error."
-        ) from error
+def _stopped(what: str, error: StopIteration) -> RuntimeError:
+    """Another error for `StopIteration`, which would be taken for the end."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return RuntimeError(
+        f"line {at.lineno} of {at.filename} raised StopIteration while {what} was made; "
+        "give next() a default there, or raise another error."
+    )
 
 
 def _checked(who: str, arrays: Any, count: int) -> Arrays:
@@ -566,3 +690,34 @@ def _ragged(name: str, shapes: set[tuple[int, ...]]) -> UsageError:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _digest(dataset: Any) -> str:
+    """A short text that tells a `grain.MapDataset` from others, of its first examples."""
+    arrays = read_examples(dataset, np.arange(min(_DIGESTED, len(dataset))))
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        values = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        found.update(values)
+    return found.hexdigest()[:16]
+
+
+def _check_remainder(remainder: str, length: int | None, batch_size: int) -> None:
+    if remainder not in ("pad", "drop", "error"):
+        raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
+    if length is None:
+        return
+    if length == 0:
+        raise UsageError("an epoch has no examples; give a source and sampler with some.")
+    left = length % batch_size
+    if remainder == "error" and left:
+        raise UsageError(
+            f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
+            "size that divides, or remainder='pad' or 'drop'."
+        )
+    if remainder == "drop" and left == length:
+        raise UsageError(
+            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
+            "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
+        )

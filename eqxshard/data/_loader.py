@@ -3,14 +3,14 @@
 `_batches.py` makes the batches. *Row*, *place* and *step* are explained in `_order.py`.
 """
 
-import collections
+import atexit
 import contextlib
-import functools
-import hashlib
+import dataclasses
 import json
 import operator
 import sys
 import warnings
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, Literal
@@ -33,33 +33,26 @@ from ..sharding._placement import from_host
 from ..sharding._text import first_few
 from ..training._device_batches import DeviceBatches
 from ._batches import (
-    THREADS,
     Arrays,
     BatchStream,
     ExampleBatches,
     Mark,
     Reading,
     Transform,
-    finite_length,
     is_iter_dataset,
     is_map_dataset,
-    number_in,
-    read_examples,
-    read_rows,
+    make_examples,
     whole_shapes,
 )
-from ._order import Order, Sampler, Steps
+from ._order import Sampler, Steps
 from ._resident import ResidentDataset
-from ._sources import Source, as_source, check_batches
+from ._sources import Source, check_batches
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
 
-#: How many of its last states a loader of batches remembers, for steps before the next.
-_STATES = 16
-
-#: How many examples of a dataset tell it from others.
-_DIGESTED = 4
+#: Those that are alive are closed at exit: later, Grain's threads can no longer be ended.
+_ITERATORS: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
 class Loader:
@@ -171,14 +164,11 @@ class Loader:
         placement: Placement = "host",
     ):
         check_is_mesh(mesh)
-        # Python's own integers, also if NumPy's were given: state() must be JSON.
-        seed = operator.index(seed)
         _check_numbers(seed, epochs, prefetch, workers)
-        is_grain = is_map_dataset(source) or is_iter_dataset(source)
-        if is_grain or batch_size is None:
-            _check_own_order(seed, sampler)
-        _check_options(source, batch_size, is_grain, read_options, workers, remainder)
-        _check_placement(placement, batch_size is None or is_grain, transform, workers)
+        _check_order(source, batch_size, seed, shuffle, sampler)
+        _check_reading(source, read_options, workers)
+        is_arrays = batch_size is not None and not is_map_dataset(source)
+        _check_placement(placement, is_arrays, transform, workers)
         self._sharding = batch_sharding(mesh)
         self._mesh = mesh
         self._spans_processes = spans_processes(mesh.devices.flat)
@@ -198,16 +188,34 @@ class Loader:
             self._fingerprint: dict[str, Any] = {"processes": jax.process_count()}
             self._assert_same({"length": self._stream.length, "epochs": epochs})
         else:
+            # Python's own integers, also if NumPy's were given: state() must be JSON.
             size = operator.index(batch_size)
-            options = {"seed": seed, "shuffle": shuffle, "sampler": sampler}
-            self._set_examples(source, size, options, remainder, transform, mesh)
+            check_batch_size(size, mesh)
+            examples, self._fingerprint = make_examples(
+                source,
+                size,
+                transform=transform,
+                remainder=remainder,
+                seed=operator.index(seed),
+                shuffle=shuffle,
+                sampler=sampler,
+            )
+            self._assert_same({**self._fingerprint, "batch_size": size})
+            self._hold(size)
+            self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
             assert self._examples is not None
             self._resident = ResidentDataset(
                 self._examples, self._fingerprint["length"], mesh
             )
         self._full_weight: Array | None = None
-        self._first = _FirstEntries()
+        self._first = _FirstEntries(
+            "give all batches the same entries, shapes and dtypes; drop the last one of an "
+            f"epoch (drop_remainder=True), or pad it with rows whose {WEIGHT!r} is 0"
+            if self._examples is None
+            else "return the same entries of the same shapes and dtypes for all batches, "
+            "from the source and the transform"
+        )
         self._epochs = epochs
         if epochs is not None and self.steps is None:
             raise UsageError(
@@ -215,53 +223,6 @@ class Loader:
                 "none; leave epochs= out, and say in the dataset where it ends."
             )
         self._step = 0
-
-    def _set_examples(
-        self,
-        source: Any,
-        size: int,
-        options: dict[str, Any],
-        remainder: Remainder,
-        transform: Transform | None,
-        mesh: Mesh,
-    ) -> None:
-        """Make batches of examples that have numbers: of arrays, or of a dataset's."""
-        if is_map_dataset(source):
-            length = finite_length(source)
-            places = len(source)
-            self._fingerprint = {
-                "length": length,
-                "examples": _digest(source),
-                "remainder": remainder,
-            }
-            read = functools.partial(read_examples, source)
-            number, threads = functools.partial(number_in, places), THREADS
-        else:
-            source = as_source(source)
-            order = Order(len(source), **options)
-            length = places = len(order)
-            self._fingerprint = {
-                "length": len(source),
-                "seed": order.seed,
-                "shuffle": order.shuffle,
-                "sampler": order.digest(),
-                "remainder": remainder,
-            }
-            read, number, threads = functools.partial(read_rows, source), order.rows, 1
-        self._assert_same({**self._fingerprint, "batch_size": size})
-        check_batch_size(size, mesh)
-        # Only now, because it may be empty in one process alone.
-        _check_remainder(remainder, length, size)
-        fills = remainder == "pad" and length is not None
-        self._hold(size)
-        self._examples = ExampleBatches(
-            read,
-            number,
-            Steps(size, places, fills),
-            transform,
-            self._positions,
-            threads,
-        )
 
     def _assert_same(self, facts: dict[str, Any]) -> None:
         if self._spans_processes:
@@ -276,6 +237,16 @@ class Loader:
     def placement(self) -> Placement:
         """Where the dataset is: `"host"` or `"device"`."""
         return "host" if self._resident is None else "device"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the examples have numbers, which `rows` returns."""
+        return self._examples is not None
+
+    @property
+    def has_end(self) -> bool:
+        """Whether an epoch ends, as far as the dataset says."""
+        return self._examples is None or self.steps is not None
 
     def __len__(self) -> int:
         """The number of batches in an epoch, if the batch size does not change in it."""
@@ -323,7 +294,9 @@ class Loader:
                 "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
-        return self._batches(range(self._step, self._stop), self._examples)
+        batches = self._batches(range(self._step, self._stop), self._examples)
+        _ITERATORS.add(batches)
+        return batches
 
     def _batches(
         self, steps: range, examples: ExampleBatches | None
@@ -576,13 +549,26 @@ def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.nd
     return np.unique(np.concatenate(rows))
 
 
+@atexit.register
+def _close_iterators() -> None:
+    for each in [*_ITERATORS]:
+        # Another thread may be in it.
+        with contextlib.suppress(ValueError):
+            each.close()
+
+
 class _FirstEntries:
     """Refuses batches whose entries are not those of the first one.
 
     Steps compile for these.
+
+    **Arguments:**
+
+    - `remedy`: what to do about one that differs.
     """
 
-    def __init__(self):
+    def __init__(self, remedy: str):
+        self._remedy = remedy
         #: The step of the first batch and its entries, and those last accepted.
         self._first: tuple[int, dict[str, str]] | None = None
         self._accepted: dict[str, tuple[np.dtype, tuple[int, ...]]] | None = None
@@ -606,9 +592,7 @@ class _FirstEntries:
         if changes:
             raise UsageError(
                 f"the batch of step {step} is not like that of step {first_step}: "
-                f"{first_few(changes)}; give all batches the same entries, shapes and "
-                "dtypes. Drop the last one of an epoch (drop_remainder=True), or pad it "
-                f"with rows whose {WEIGHT!r} is 0."
+                f"{first_few(changes)}; {self._remedy}."
             )
         self._accepted = found
 
@@ -617,17 +601,6 @@ def _format(array: np.ndarray) -> str:
     # Of int64 and int32, devices make the same.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return format_array(jax.ShapeDtypeStruct(array.shape, dtype))
-
-
-def _digest(dataset: Any) -> str:
-    """A short text that tells a `grain.MapDataset` from others, of its first examples."""
-    arrays = read_examples(dataset, np.arange(min(_DIGESTED, len(dataset))))
-    found = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        values = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        found.update(values)
-    return found.hexdigest()[:16]
 
 
 def _as_json(state: Any) -> Any:
@@ -713,6 +686,23 @@ def _check_order(
                 )
 
 
+def _check_reading(source: Any, read_options: Any, workers: int) -> None:
+    """Refuse what Grain does, for iterables that Grain does not read."""
+    is_grain = is_map_dataset(source) or is_iter_dataset(source)
+    is_iterable = not is_grain and not isinstance(source, Source | Mapping)
+    if read_options is not None and not is_map_dataset(source):
+        raise UsageError(
+            f"read_options= is for a grain.MapDataset, and this is a "
+            f"{type(source).__name__}; give prefetch=, or give them to "
+            ".to_iter_dataset(...)."
+        )
+    if workers and is_iterable:
+        raise UsageError(
+            f"workers= cannot divide the work of a {type(source).__name__}; leave it out, "
+            "and use the workers that it has itself."
+        )
+
+
 def _check_placement(placement: str, is_arrays: bool, transform: Any, workers: int) -> None:
     if placement not in ("host", "device"):
         raise UsageError(f"placement={placement!r} is not 'host' or 'device'.")
@@ -725,24 +715,4 @@ def _check_placement(placement: str, is_arrays: bool, transform: Any, workers: i
         raise UsageError(
             "placement='device' cannot run transform= or workers=, which need the host; do "
             "their work in the loss function or in the source, or use placement='host'."
-        )
-
-
-def _check_remainder(remainder: str, length: int | None, batch_size: int) -> None:
-    if remainder not in ("pad", "drop", "error"):
-        raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
-    if length is None:
-        return
-    if length == 0:
-        raise UsageError("an epoch has no examples; give a source and sampler with some.")
-    left = length % batch_size
-    if remainder == "error" and left:
-        raise UsageError(
-            f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
-            "size that divides, or remainder='pad' or 'drop'."
-        )
-    if remainder == "drop" and left == length:
-        raise UsageError(
-            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
-            "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
         )

@@ -177,7 +177,7 @@ def as_source(source: Any) -> Source:
 
 def check_batches(source: Any) -> None:
     """Refuse what cannot be iterated again and again for batches."""
-    if isinstance(source, Source | Mapping | str) or isinstance(source, type):
+    if isinstance(source, Source | Mapping | str | type):
         raise UsageTypeError(
             f"of a {type(source).__name__} the loader makes batches itself; give it "
             "batch_size=."
