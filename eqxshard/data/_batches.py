@@ -353,6 +353,8 @@ class BatchStream:
 
     def nearest(self, step: int) -> "Mark":
         """The last step, up to this one, of which the iterator's state is known."""
+        if is_map_dataset(self._batches):
+            return Mark(step, None)
         known = [mark for mark in self._marks if mark.step <= step]
         return max(known, key=lambda mark: mark.step, default=Mark(0, None))
 
@@ -368,7 +370,7 @@ class BatchStream:
     def batches(self, step: int) -> Generator[Arrays]:
         """The batches from a step on, read ahead; close it to end its threads early."""
         start = self.nearest(step)
-        iterator = _HostIterator(self._open(), self._transform)
+        iterator = _HostIterator(self._open(start.step), self._transform)
         if start.state is not None:
             iterator.set_state(start.state)
         if step > start.step:
@@ -394,11 +396,14 @@ class BatchStream:
         finally:
             _close(ahead, iterator)
 
-    def _open(self) -> Any:
-        """An iterator with `get_state` and `set_state`, at the first batch."""
+    def _open(self, step: int = 0) -> Any:
+        """An iterator with `get_state` and `set_state`; only a `MapDataset`'s at `step`."""
         if is_map_dataset(self._batches):
-            batches = self._batches if self.length is None else self._batches.repeat()
-            return self._reading.read(batches, _THREADS)
+            import grain
+
+            # Beyond its length, the dataset goes on with its next epoch.
+            steps = grain.MapDataset.range(step, sys.maxsize)
+            return self._reading.read(steps.map(self._batches.__getitem__), _THREADS)
         if is_iter_dataset(self._batches):
             return iter(self._reading.in_workers(self._batches))
         return _Passes(self._batches, self.length)

@@ -342,6 +342,12 @@ class Loader:
                         self._full_weight = self._place(ones)
                     batch[WEIGHT] = self._full_weight
                 yield batch
+            if examples is None and self._step == steps.start:
+                warnings.warn(
+                    f"this loader gives no more batches: its dataset has {self._step}; "
+                    "call loader.seek(0) to start again.",
+                    stacklevel=2,
+                )
 
     def _place(self, array: np.ndarray) -> Array:
         """A batch's array, of which this process holds the rows at its positions."""
