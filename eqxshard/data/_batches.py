@@ -41,9 +41,6 @@ THREADS = 16
 #: Datasets of so many elements are endless: they were repeated without a number.
 _ENDLESS = 2**40
 
-#: How many examples of a dataset tell it from others.
-_DIGESTED = 4
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -219,9 +216,7 @@ def make_examples(
     if is_map_dataset(source):
         _check_has_numbers(source)
         places, length = len(source), finite_length(source)
-        # Not the seeds and the functions of the dataset, which are not to be had.
-        first = read_examples(source, np.arange(min(_DIGESTED, places)))
-        fingerprint = {"length": length, "examples": digest_of(first)}
+        fingerprint: dict[str, Any] = {"length": length}
         read = functools.partial(read_examples, source)
         number, threads = functools.partial(_number_in, places), THREADS
     else:
@@ -410,13 +405,23 @@ def kind_of(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def digest_of(arrays: Arrays) -> str:
-    """A short text that tells some examples from others."""
+def parts_of(dataset: Any) -> list[Any]:
+    """A dataset of Grain's, and all that it is made of."""
+    return [dataset, *(part for each in dataset.parents for part in parts_of(each))]
+
+
+def describe_part(part: Any) -> str:
+    """The kind of a part, and how many elements it has."""
+    length = f" of {len(part)}" if is_map_dataset(part) else ""
+    return f"{type(part).__name__}{length}"
+
+
+def digest_of_first(dataset: Any) -> str:
+    """A short text that tells a `grain.MapDataset` from others, of its first example."""
     found = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
+    for name, array in sorted(read_examples(dataset, np.arange(1)).items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())
-        values = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        found.update(values)
+        found.update(array.tobytes())
     return found.hexdigest()[:16]
 
 

@@ -23,6 +23,8 @@ from .._errors import UsageError, UsageTypeError
 from ..distributed import (
     allgather_json,
     assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
     spans_processes,
 )
 from ..sharding._batch_weights import WEIGHT, check_weights
@@ -35,9 +37,11 @@ from ._batches import (
     ExampleBatches,
     Reading,
     Transform,
+    digest_of_first,
     is_iter_dataset,
     is_map_dataset,
     make_examples,
+    parts_of,
     whole_shapes,
 )
 from ._entries import FirstEntries
@@ -203,6 +207,10 @@ class Loader:
                 sampler=sampler,
             )
             self._assert_same({**self._fingerprint, "batch_size": size})
+            if is_map_dataset(source):
+                self._check_is_whole(source)
+                # Grain does not tell the seeds of a dataset.
+                self._fingerprint["first"] = self._digest_of_first(source)
             self._hold(size)
             self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
@@ -229,6 +237,38 @@ class Loader:
     def _assert_same(self, facts: dict[str, Any]) -> None:
         if self._spans_processes:
             assert_same_on_all_processes("loader", facts)
+
+    def _check_is_whole(self, dataset: Any) -> None:
+        """Refuse a dataset of which each process has another part."""
+        if not self._spans_processes:
+            return
+        # Without the names of functions, which have paths: these may differ.
+        parts = [str(part).partition("(transform=")[0] for part in parts_of(dataset)]
+        if any(theirs != parts for theirs in allgather_json(parts)):
+            raise UsageError(
+                "the dataset is not the same in all processes; give each of them the whole "
+                "of it, of which the loader reads the rows of its devices, or call "
+                ".batch(n) on the parts, and leave batch_size= out."
+            )
+
+    def _digest_of_first(self, dataset: Any) -> str:
+        """The digest of a dataset's first example, which process 0 reads for all."""
+        if not self._spans_processes:
+            return digest_of_first(dataset)
+        digest, failure = None, None
+        if is_main_process():
+            try:
+                digest = digest_of_first(dataset)
+            except Exception as error:
+                failure = error
+        digest = broadcast_from_first(digest)
+        if failure is not None:
+            raise failure
+        if digest is None:
+            raise UsageError(
+                "process 0 could not read the dataset's first example; look at its output."
+            )
+        return digest
 
     def _hold(self, size: int) -> None:
         """Place batches of as many rows from now on."""
@@ -544,11 +584,6 @@ class Loader:
         else:
             assert self._stream is not None
             own = state["states"][jax.process_index() if self._spans_processes else 0]
-            digest = own[-1]
-            if digest is not None and self._stream.is_grain:
-                first = self._stream.first()
-                self._check_rows(self._rows_of(first), state["rows"])
-                self._stream.check_first(first, digest)
             self._stream.restore(own)
             self._expected_size, self._size = state["rows"], None
             self._positions = np.arange(0)
@@ -595,7 +630,7 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         )
     changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
     remedy = "make the loader as it was, or start a new run"
-    if differ == ["examples"]:
+    if differ == ["first"]:
         remedy = (
             "make the dataset with the seed and the transforms that it had, and draw "
             "random numbers in .random_map(...) only, whose generators Grain seeds"

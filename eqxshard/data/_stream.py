@@ -24,12 +24,13 @@ from ._batches import (
     Reading,
     Transform,
     as_array,
-    digest_of,
+    describe_part,
     finished,
     finite_length,
     is_iter_dataset,
     is_map_dataset,
     kind_of,
+    parts_of,
     stopped,
 )
 from ._sources import copied
@@ -67,10 +68,11 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
-        self.is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
-        #: A short text that tells a dataset of Grain's from others, once its first batch
-        #: was read. (Other iterables may shuffle by a seed that nobody knows.)
-        self.digest: str | None = None
+        #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
+        #: nor its functions.
+        self._parts: list[str] | None = None
+        if is_map_dataset(batches) or is_iter_dataset(batches):
+            self._parts = [describe_part(part) for part in parts_of(batches)]
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
 
@@ -93,11 +95,22 @@ class BatchStream:
     def position(self, step: int) -> list[Any]:
         """This process's position before the batch of a step, as JSON values."""
         mark = self.nearest(step)
-        return [mark.step, _as_json(mark.state), self.digest]
+        return [mark.step, _as_json(mark.state), self._parts]
 
     def restore(self, position: Sequence[Any]) -> None:
-        """Know the position that `position` returned, and no other."""
-        step, state, self.digest = position
+        """Know the position that `position` returned, and no other.
+
+        **Raises:**
+
+        `ValueError` if it is of a dataset that is made of other parts.
+        """
+        step, state, parts = position
+        if parts != self._parts:
+            raise UsageError(
+                f"the saved position is of a dataset made of {parts}, and this one is made "
+                f"of {self._parts}; make it as it was. (For another batch size, give the "
+                "loader a grain.MapDataset of examples, and batch_size=.)"
+            )
         self.remember([Mark(step, _from_json(state))])
 
     def first(self) -> Arrays:
@@ -107,16 +120,6 @@ class BatchStream:
                 return next(iterator)
             except StopIteration:
                 raise _no_batches() from None
-
-    def check_first(self, first: Arrays, digest: str) -> None:
-        """Refuse a dataset whose first batch is another than that of a digest."""
-        if digest != digest_of(first):
-            raise UsageError(
-                "the saved position is of other batches: the dataset's first batch is not "
-                "what it was; make the dataset with the seed and the transforms that it "
-                "had, and draw random numbers in .random_map(...) only, whose generators "
-                "Grain seeds."
-            )
 
     def batches(
         self, start: "Mark", step: int, check: Callable[[Arrays, int], None]
@@ -149,8 +152,6 @@ class BatchStream:
             read = _read_in_groups if self._spans else _read
             count = step
             for arrays, state in read(ahead, step, check):
-                if count == 0 and self.is_grain:
-                    self.digest = digest_of(arrays)
                 count += 1
                 self._marks.append(Mark(count, state))
                 yield arrays
