@@ -104,7 +104,7 @@ class Args:
 
 def main(args: Args) -> str:
     args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes the paths.
-    paths = grain.MapDataset.source(make_paths(1024, args.run.seed))
+    paths = grain.MapDataset.source([*make_paths(1024, args.run.seed)])
     test_paths = make_paths(256, args.run.seed + 1)
     run = eqxshard.train(
         make_field,

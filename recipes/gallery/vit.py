@@ -69,7 +69,7 @@ def predict(model, batch):
 def augment(image, key):
     """Crop an image after padding it by 3, and mirror every second one."""
     where, side = jax.random.split(key)
-    corner = jax.random.randint(where, 2, 0, 7)
+    corner = jax.random.randint(where, (2,), 0, 7)
     cropped = jax.lax.dynamic_slice(jnp.pad(image, 3), corner, (28, 28))
     return jnp.where(jax.random.bernoulli(side), cropped[:, ::-1], cropped)
 
