@@ -237,7 +237,8 @@ def make_examples(
         _check_has_numbers(source)
         places, length = len(source), finite_length(source)
         # Not the seeds and the functions of the dataset, which are not to be had.
-        fingerprint = {"length": length, "examples": _digest(source)}
+        first = read_examples(source, np.arange(min(_DIGESTED, places)))
+        fingerprint = {"length": length, "examples": _digest(first)}
         read = functools.partial(read_examples, source)
         number, threads = functools.partial(_number_in, places), _THREADS
     else:
@@ -308,12 +309,17 @@ def _number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray
 def _stacked(name: str, entries: list[Any], numbers: list[int]) -> np.ndarray:
     arrays = [np.asarray(entry) for entry in entries]
     first = arrays[0]
+    if first.dtype.hasobject:
+        raise UsageTypeError(
+            f"{name!r} is {_kind(entries[0])} in example {numbers[0]}; make each entry an "
+            "array or a number, with .map(...)."
+        )
     for number, array in zip(numbers, arrays):
         if array.shape != first.shape:
             raise UsageError(
                 f"{name!r} has the shape {first.shape} in example {numbers[0]} and "
                 f"{array.shape} in example {number}; pad or crop them to one shape with "
-                ".map(...), or pack them, as the data page shows."
+                ".map(...), or pack them. If these are batches, leave batch_size= out."
             )
     memory = empty((len(arrays), *first.shape), np.result_type(*arrays))
     return np.stack(arrays, out=memory)
@@ -339,6 +345,10 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
+        self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
+        #: A short text that tells a dataset of Grain's from others, once its first batch
+        #: was read.
+        self.digest: str | None = None
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
 
@@ -360,34 +370,63 @@ class BatchStream:
 
     def first(self) -> Arrays:
         """This process's part of the first batch; read for its shapes."""
-        iterator = _HostIterator(self._open(), self._transform)
-        with closing(iterator):
+        with closing(_HostIterator(self._open(), self._transform)) as iterator:
             try:
                 return next(iterator)
             except StopIteration:
                 raise _no_batches() from None
 
-    def batches(self, step: int) -> Generator[Arrays]:
-        """The batches from a step on, read ahead; close it to end its threads early."""
-        start = self.nearest(step)
-        iterator = _HostIterator(self._open(start.step), self._transform)
-        if start.state is not None:
-            iterator.set_state(start.state)
-        if step > start.step:
-            _say_again(step - start.step)
-            for _ in range(start.step, step):
-                iterator.skip()
-        ahead: Any = iterator
-        if self._reading.prefetch:
-            import grain
+    def check_is_same(self, digest: str | None) -> None:
+        """Refuse a dataset of Grain's whose first batch is another than it was.
 
-            prefetch = grain.experimental.ThreadPrefetchDatasetIterator
-            ahead = prefetch(iterator, self._reading.prefetch)
+        **Arguments:**
+
+        - `digest`: the `digest` of that dataset.
+
+        **Raises:**
+
+        `ValueError`, as it may have another seed. Other iterables may shuffle by a seed
+        that nobody knows.
+        """
+        if digest is not None and self._is_grain and digest != _digest(self.first()):
+            raise UsageError(
+                "the saved position is of other batches: the dataset's first batch is not "
+                "what it was; make the dataset with the seed and the transforms that it "
+                "had, and draw random numbers in .random_map(...) only, whose generators "
+                "Grain seeds."
+            )
+        self.digest = digest
+
+    def batches(self, start: "Mark", step: int) -> Generator[Arrays]:
+        """The batches from a step on, read ahead; close it to end its threads early.
+
+        **Arguments:**
+
+        - `start`: the nearest step whose state is known, `nearest(step)`.
+        - `step`: the step to begin with. Batches before it are read again.
+        """
+        iterator = _HostIterator(self._open(start.step), self._transform)
+        ahead: Any = iterator
         try:
-            read = _read_in_groups if self._spans else _read
+            if start.state is not None:
+                iterator.set_state(start.state)
+            if step > start.step:
+                _say_again(step - start.step)
+                for _ in range(start.step, step):
+                    iterator.skip()
+            prefetch = self._reading.prefetch
+            if prefetch:
+                import grain
+
+                # Of a group of batches, all are read before the first is given.
+                prefetch = max(prefetch, _GROUP if self._spans else 0)
+                ahead = grain.experimental.ThreadPrefetchDatasetIterator(iterator, prefetch)
+            read = _read_in_groups(ahead, step) if self._spans else _read(ahead)
             count = step
-            for arrays, state in read(ahead):
+            for arrays, state in read:
                 check_weights(arrays, whole=not self._spans)
+                if count == 0 and self._is_grain:
+                    self.digest = _digest(arrays)
                 count += 1
                 self._marks.append(Mark(count, state))
                 yield arrays
@@ -433,8 +472,13 @@ def _read(iterator: Any) -> Generator[tuple[Arrays, Any]]:
         yield arrays, iterator.get_state()
 
 
-def _read_in_groups(iterator: Any) -> Generator[tuple[Arrays, Any]]:
-    """The same, until a process has no more: a step that one misses would never end."""
+def _read_in_groups(iterator: Any, step: int) -> Generator[tuple[Arrays, Any]]:
+    """The same, until a process has no more: a step that one misses would never end.
+
+    **Arguments:**
+
+    - `step`: the step of the first of them, for errors.
+    """
     while True:
         group: list[tuple[Arrays, Any]] = []
         failure: Exception | None = None
@@ -456,12 +500,13 @@ def _read_in_groups(iterator: Any) -> Generator[tuple[Arrays, Any]]:
                     f"process {process} could not make its batches: {theirs}; look at its "
                     "own output."
                 )
+        step += min(counts)
         if max(counts) > min(counts):
-            fewest = counts.index(min(counts))
+            fewest, most = counts.index(min(counts)), counts.index(max(counts))
             raise UsageError(
-                f"process {fewest} has fewer batches than process "
-                f"{counts.index(max(counts))}; give all processes the same number, with "
-                ".repeat(), say, or drop the last ones of the others."
+                f"process {fewest} has only {step} batches, and process {most} has more; "
+                "give all processes the same number, with .repeat(), say, or drop the last "
+                "ones of the others."
             )
         if counts[0] < _GROUP:
             return
@@ -504,7 +549,16 @@ class _HostIterator:
         return self._batches.get_state()
 
     def set_state(self, state: Any) -> None:
-        self._batches.set_state(state)
+        try:
+            self._batches.set_state(state)
+        except UsageError:
+            raise
+        # Grain's iterators look up what they expect in it.
+        except Exception as error:
+            raise UsageError(
+                f"the saved position does not fit the dataset ({error!r}); make the "
+                "dataset as it was."
+            ) from error
 
     def close(self) -> None:
         # Generators and Grain's iterators have one; others may.
@@ -553,6 +607,8 @@ class _Passes:
         except StopIteration:
             if self._length is None:
                 raise
+            if at == 0:
+                raise _no_batches() from None
             raise UsageError(
                 f"the iterable ended after {at} batches, and its len() is {self._length}; "
                 "give the number of batches that it has."
@@ -569,7 +625,8 @@ class _Passes:
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._iterator = iter(self._batches)
         if state.get("iterator") is None:
-            _say_again(state["batches"])
+            remedy = "; an iterator with get_state() and set_state() would go there at once"
+            _say_again(state["batches"], remedy)
             for _ in range(state["batches"]):
                 next(self)
         elif hasattr(self._iterator, "set_state"):
@@ -586,13 +643,10 @@ class _Passes:
         getattr(self._iterator, "close", lambda: None)()
 
 
-def _say_again(count: int) -> None:
+def _say_again(count: int, remedy: str = "") -> None:
     if count and is_main_process():
-        say(
-            f"reading {count:,} batches again, to go on with the next one; an iterator "
-            "with get_state() and set_state(state) would go there at once.",
-            sys.stderr,
-        )
+        batches = "a batch" if count == 1 else f"{count:,} batches"
+        say(f"reading {batches} again, to go on with the next one{remedy}", sys.stderr)
 
 
 def finished(arrays: Arrays, transform: Transform | None) -> Arrays:
@@ -697,9 +751,8 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _digest(dataset: Any) -> str:
-    """A short text that tells a `grain.MapDataset` from others, of its first examples."""
-    arrays = read_examples(dataset, np.arange(min(_DIGESTED, len(dataset))))
+def _digest(arrays: Arrays) -> str:
+    """A short text that tells some examples from others."""
     found = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())

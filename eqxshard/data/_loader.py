@@ -51,6 +51,9 @@ from ._sources import Source, check_batches
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
 
+#: Marks bytes in the state of an iterator.
+_BYTES = "__bytes__"
+
 #: Those that are alive are closed at exit: later, Grain's threads can no longer be ended.
 _ITERATORS: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
@@ -186,6 +189,9 @@ class Loader:
                 source, self._reading, transform, self._spans_processes
             )
             self._fingerprint: dict[str, Any] = {"processes": jax.process_count()}
+            if is_iter_dataset(source):
+                # Each of them has a part of the dataset, and a position in it.
+                self._fingerprint["workers"] = workers
             self._assert_same({"length": self._stream.length, "epochs": epochs})
         else:
             # Python's own integers, also if NumPy's were given: state() must be JSON.
@@ -294,25 +300,27 @@ class Loader:
                 "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
-        batches = self._batches(range(self._step, self._stop), self._examples)
+        # Not later, as somebody may move the loader before the first batch is read.
+        start = None if self._stream is None else self._stream.nearest(self._step)
+        batches = self._batches(range(self._step, self._stop), self._examples, start)
         _ITERATORS.add(batches)
         return batches
 
     def _batches(
-        self, steps: range, examples: ExampleBatches | None
+        self, steps: range, examples: ExampleBatches | None, start: Mark | None
     ) -> Generator[dict[str, Array], None, None]:
         made: Any
         if self._resident is not None and examples is not None:
             made = self._resident.batches(examples, steps)
         else:
-            made = self._placed(steps, examples)
+            made = self._placed(steps, examples, start)
         with closing(made) as batches:
             for step, batch in zip(steps, batches):
                 self._step = step + 1
                 yield batch
 
     def _placed(
-        self, steps: range, examples: ExampleBatches | None
+        self, steps: range, examples: ExampleBatches | None, start: Mark | None
     ) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps, read on the host and placed on the devices."""
         if not steps:
@@ -320,8 +328,8 @@ class Loader:
         if examples is not None:
             host: Any = examples.batches(steps, self._reading)
         else:
-            assert self._stream is not None
-            host = self._stream.batches(steps.start)
+            assert self._stream is not None and start is not None
+            host = self._stream.batches(start, steps.start)
         pads = examples is not None and examples.pads
         with closing(host):
             for step, arrays in zip(steps, host):
@@ -493,7 +501,7 @@ class Loader:
             return state | {"examples": self._examples.steps.examples_before(step)}
         assert self._stream is not None
         mark = self._stream.nearest(step)
-        own = [mark.step, _as_json(mark.state)]
+        own = [mark.step, _as_json(mark.state), self._stream.digest]
         states = allgather_json(own) if self._spans_processes else [own]
         return state | {"rows": self._size or self._expected_size, "states": states}
 
@@ -537,6 +545,7 @@ class Loader:
         else:
             assert self._stream is not None
             own = state["states"][jax.process_index() if self._spans_processes else 0]
+            self._stream.check_is_same(own[2])
             self._stream.remember([Mark(own[0], _from_json(own[1]))])
             self._expected_size, self._size = state["rows"], None
             self._positions = np.arange(0)
@@ -610,20 +619,32 @@ def _format(array: np.ndarray) -> str:
 
 
 def _as_json(state: Any) -> Any:
-    """The state of an iterator as JSON values. (Grain's `DataLoader` has bytes of JSON.)"""
-    state = {"bytes": state.decode()} if isinstance(state, bytes) else state
+    """The state of an iterator as JSON values."""
     try:
-        return json.loads(json.dumps(state, default=np.ndarray.item))
-    except TypeError as error:
+        return json.loads(json.dumps(state, default=_plain))
+    except (TypeError, ValueError) as error:
         raise UsageError(
             f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
             "cannot keep it; return dicts, lists, numbers and strings from get_state()."
         ) from None
 
 
+def _plain(value: Any) -> Any:
+    # Grain's DataLoader has a state of bytes, which are JSON.
+    if isinstance(value, bytes):
+        return {_BYTES: value.decode()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"it has a {type(value).__name__}")
+
+
 def _from_json(state: Any) -> Any:
-    is_bytes = isinstance(state, Mapping) and [*state] == ["bytes"]
-    return state["bytes"].encode() if is_bytes else state
+    """The state that `_as_json` was given."""
+
+    def restored(found: dict[str, Any]) -> Any:
+        return found[_BYTES].encode() if [*found] == [_BYTES] else found
+
+    return json.loads(json.dumps(state), object_hook=restored)
 
 
 def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
