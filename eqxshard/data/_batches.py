@@ -345,9 +345,9 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
-        self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
+        self.is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
         #: A short text that tells a dataset of Grain's from others, once its first batch
-        #: was read.
+        #: was read. (Other iterables may shuffle by a seed that nobody knows.)
         self.digest: str | None = None
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
@@ -376,19 +376,9 @@ class BatchStream:
             except StopIteration:
                 raise _no_batches() from None
 
-    def check_is_same(self, digest: str | None) -> None:
-        """Refuse a dataset of Grain's whose first batch is another than it was.
-
-        **Arguments:**
-
-        - `digest`: the `digest` of that dataset.
-
-        **Raises:**
-
-        `ValueError`, as it may have another seed. Other iterables may shuffle by a seed
-        that nobody knows.
-        """
-        if digest is not None and self._is_grain and digest != _digest(self.first()):
+    def check_first(self, first: Arrays, digest: str) -> None:
+        """Refuse a dataset whose first batch is another than that of a digest."""
+        if digest != _digest(first):
             raise UsageError(
                 "the saved position is of other batches: the dataset's first batch is not "
                 "what it was; make the dataset with the seed and the transforms that it "
@@ -425,7 +415,7 @@ class BatchStream:
             count = step
             for arrays, state in read:
                 check_weights(arrays, whole=not self._spans)
-                if count == 0 and self._is_grain:
+                if count == 0 and self.is_grain:
                     self.digest = _digest(arrays)
                 count += 1
                 self._marks.append(Mark(count, state))

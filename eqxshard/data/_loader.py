@@ -341,7 +341,9 @@ class Loader:
                     entries = {n: x for n, x in arrays.items() if n != WEIGHT}
                 self._first.check(entries, step)
                 if examples is None:
-                    self._hold(self._rows_of(arrays))
+                    rows = self._rows_of(arrays)
+                    self._check_rows(rows, self._expected_size)
+                    self._hold(rows)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if pads and WEIGHT not in batch:
                     # One for all full batches, until somebody donates it.
@@ -385,14 +387,16 @@ class Loader:
         if self._spans_processes:
             assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
         check_batch_size(rows, self._mesh)
-        if self._expected_size not in (None, rows):
-            raise UsageError(
-                f"the batches have {rows} rows, and those before had "
-                f"{self._expected_size}, so the saved position is of other examples; make "
-                "batches of as many rows, or give the loader a grain.MapDataset of "
-                "examples and batch_size=, which can change."
-            )
         return rows
+
+    def _check_rows(self, rows: int, before: int | None) -> None:
+        """Refuse batches of other sizes than those before the position."""
+        if before not in (None, rows):
+            raise UsageError(
+                f"the batches have {rows} rows, and those before had {before}, so the saved "
+                "position is of other examples; make batches of as many rows, or give the "
+                "loader a grain.MapDataset of examples and batch_size=, which can change."
+            )
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -545,7 +549,10 @@ class Loader:
         else:
             assert self._stream is not None
             own = state["states"][jax.process_index() if self._spans_processes else 0]
-            self._stream.check_is_same(own[2])
+            if own[2] is not None and self._stream.is_grain:
+                first = self._stream.first()
+                self._check_rows(self._rows_of(first), state["rows"])
+                self._stream.check_first(first, own[2])
             self._stream.remember([Mark(own[0], _from_json(own[1]))])
             self._expected_size, self._size = state["rows"], None
             self._positions = np.arange(0)

@@ -170,10 +170,9 @@ def test_a_pass_of_another_length_is_an_error():
     says = r"ended after 5 batches, and its len\(\) is 7; give"
     with pytest.raises(ValueError, match=says):
         take(stream(Passes(five, 7)))
-    with pytest.raises(ValueError, match="ended after 0 batches"):
-        take(stream(Passes(list, 7)))
-    with pytest.raises(ValueError, match="the dataset has no batches; look at its filt"):
-        take(stream(Again(list)))
+    for empty in (Passes(list, 7), Again(list), []):
+        with pytest.raises(ValueError, match="the dataset has no batches; look at its fil"):
+            take(stream(empty))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -333,10 +332,33 @@ def test_batches_of_other_sizes_do_not_go_on():
     again = stream(batches(8))
     again.restore(state)
     assert read(again, 1) == [[*range(16, 24)]]
-    other = stream(batches(16))
-    other.restore(state)
-    with pytest.raises(ValueError, match=r"have 16 rows, and those before had 8, so .*;"):
-        take(other, 1)
+    says = "have 16 rows, and those before had 8, so .*; make batches of as many"
+    with pytest.raises(ValueError, match=says):
+        stream(batches(16)).restore(state)
+    wide = stream([{"x": np.arange(16)}] * 6)
+    wide.restore(stream([{"x": np.arange(8)}] * 12).state() | {"step": 1, "rows": 8})
+    with pytest.raises(ValueError, match=says):
+        take(wide, 1)
+
+
+def test_a_position_of_another_pipeline_is_an_error():
+    def batches(seed=0, keep=2):
+        examples = grain.MapDataset.range(96).seed(seed).shuffle().map(lambda x: {"x": x})
+        kept = examples.to_iter_dataset().filter(lambda entries: entries["x"] % keep == 0)
+        return kept.batch(8, drop_remainder=True)
+
+    loader = stream(batches())
+    third = read(loader, 3)[2]
+    loader.seek(2)
+    state = json.loads(json.dumps(loader.state()))
+    again = stream(batches())
+    again.restore(state)
+    assert read(again, 1) == [third]
+    for other in (batches(seed=1), batches(keep=3)):
+        with pytest.raises(ValueError, match="other batches: .* not what it was; make the"):
+            stream(other).restore(state)
+    with pytest.raises(ValueError, match="workers was 0 and is 2; make the loader as it"):
+        stream(batches(), workers=2).restore(state)
 
 
 # Mistakes
