@@ -6,7 +6,6 @@
 import atexit
 import contextlib
 import dataclasses
-import json
 import operator
 import sys
 import warnings
@@ -24,35 +23,36 @@ from .._errors import UsageError, UsageTypeError
 from ..distributed import (
     allgather_json,
     assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
     spans_processes,
 )
-from ..sharding._batch_weights import WEIGHT
-from ..sharding._leaves import check_integers, format_array
+from ..sharding._batch_weights import WEIGHT, check_weights
+from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ..sharding._placement import from_host
-from ..sharding._text import first_few
 from ..training._device_batches import DeviceBatches
 from ._batches import (
     Arrays,
-    BatchStream,
     ExampleBatches,
-    Mark,
     Reading,
     Transform,
+    digest_of_first,
     is_iter_dataset,
     is_map_dataset,
     make_examples,
+    parts_of,
     whole_shapes,
 )
+from ._entries import FirstEntries
+from ._options import check_numbers, check_order, check_placement, check_reading
 from ._order import Sampler, Steps
 from ._resident import ResidentDataset
 from ._sources import Source, check_batches
+from ._stream import BatchStream, Mark
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
-
-#: Marks bytes in the state of an iterator.
-_BYTES = "__bytes__"
 
 #: Those that are alive are closed at exit: later, Grain's threads can no longer be ended.
 _ITERATORS: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
@@ -167,11 +167,11 @@ class Loader:
         placement: Placement = "host",
     ):
         check_is_mesh(mesh)
-        _check_numbers(seed, epochs, prefetch, workers)
-        _check_order(source, batch_size, seed, shuffle, sampler)
-        _check_reading(source, read_options, workers)
+        check_numbers(seed, epochs, prefetch, workers)
+        check_order(source, batch_size, seed, shuffle, sampler)
+        check_reading(source, read_options, workers)
         is_arrays = batch_size is not None and not is_map_dataset(source)
-        _check_placement(placement, is_arrays, transform, workers)
+        check_placement(placement, is_arrays, transform, workers)
         self._sharding = batch_sharding(mesh)
         self._mesh = mesh
         self._spans_processes = spans_processes(mesh.devices.flat)
@@ -207,6 +207,13 @@ class Loader:
                 sampler=sampler,
             )
             self._assert_same({**self._fingerprint, "batch_size": size})
+            if is_map_dataset(source):
+                # Datasets that are sharded already have other parts in each process. (The
+                # names of functions have paths, which may differ.)
+                parts = [str(part).partition("(transform=")[0] for part in parts_of(source)]
+                self._assert_same({"dataset": parts})
+                # Grain does not tell the seeds of a dataset.
+                self._fingerprint["first"] = self._digest_of_first(source)
             self._hold(size)
             self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
@@ -215,7 +222,7 @@ class Loader:
                 self._examples, self._fingerprint["length"], mesh
             )
         self._full_weight: Array | None = None
-        self._first = _FirstEntries(
+        self._first = FirstEntries(
             "give all batches the same entries, shapes and dtypes; drop the last one of an "
             f"epoch (drop_remainder=True), or pad it with rows whose {WEIGHT!r} is 0"
             if self._examples is None
@@ -233,6 +240,25 @@ class Loader:
     def _assert_same(self, facts: dict[str, Any]) -> None:
         if self._spans_processes:
             assert_same_on_all_processes("loader", facts)
+
+    def _digest_of_first(self, dataset: Any) -> str:
+        """The digest of a dataset's first example, which process 0 reads for all."""
+        if not self._spans_processes:
+            return digest_of_first(dataset)
+        digest, failure = None, None
+        if is_main_process():
+            try:
+                digest = digest_of_first(dataset)
+            except Exception as error:
+                failure = error
+        digest = broadcast_from_first(digest)
+        if failure is not None:
+            raise failure
+        if digest is None:
+            raise UsageError(
+                "process 0 could not read the dataset's first example; look at its output."
+            )
+        return digest
 
     def _hold(self, size: int) -> None:
         """Place batches of as many rows from now on."""
@@ -329,19 +355,17 @@ class Loader:
             host: Any = examples.batches(steps, self._reading)
         else:
             assert self._stream is not None and start is not None
-            host = self._stream.batches(start, steps.start)
+            host = self._stream.batches(start, steps.start, self._check)
         pads = examples is not None and examples.pads
         with closing(host):
             for step, arrays in zip(steps, host):
-                # Here and not ahead, as jax.enable_x64 may hold for this thread only.
-                check_integers(arrays)
-                entries = arrays
-                if pads and WEIGHT in arrays:
-                    # Full batches have none yet.
-                    entries = {n: x for n, x in arrays.items() if n != WEIGHT}
-                self._first.check(entries, step)
-                if examples is None:
-                    rows = self._rows_of(arrays)
+                if examples is not None:
+                    # Full batches have no weights yet.
+                    entries = arrays
+                    if pads and WEIGHT in arrays:
+                        entries = {n: x for n, x in arrays.items() if n != WEIGHT}
+                    self._check(entries, step)
+                elif (rows := self._rows_of(arrays)) != self._size:
                     self._check_rows(rows, self._expected_size)
                     self._hold(rows)
                 batch = {name: self._place(array) for name, array in arrays.items()}
@@ -358,6 +382,14 @@ class Loader:
                     "call loader.seek(0) to start again.",
                     stacklevel=2,
                 )
+
+    def _check(self, arrays: Arrays, step: int) -> None:
+        """Refuse a batch that devices cannot hold, or that is not like the first one."""
+        # Not where it is read ahead, as jax.enable_x64 may hold for this thread only.
+        check_integers(arrays)
+        self._first.check(arrays, step)
+        if self._stream is not None:
+            check_weights(arrays, whole=not self._spans_processes)
 
     def _place(self, array: np.ndarray) -> Array:
         """A batch's array, of which this process holds the rows at its positions."""
@@ -393,9 +425,10 @@ class Loader:
         """Refuse batches of other sizes than those before the position."""
         if before not in (None, rows):
             raise UsageError(
-                f"the batches have {rows} rows, and those before had {before}, so the saved "
-                "position is of other examples; make batches of as many rows, or give the "
-                "loader a grain.MapDataset of examples and batch_size=, which can change."
+                f"the batches have {rows} rows, and those before had {before}, so the "
+                "saved position is of other examples; make batches of as many rows, or "
+                "give the loader a grain.MapDataset of examples and batch_size=, which "
+                "can change."
             )
 
     def seek(self, step: int) -> None:
@@ -504,8 +537,7 @@ class Loader:
         if self._examples is not None:
             return state | {"examples": self._examples.steps.examples_before(step)}
         assert self._stream is not None
-        mark = self._stream.nearest(step)
-        own = [mark.step, _as_json(mark.state), self._stream.digest]
+        own = self._stream.position(step)
         states = allgather_json(own) if self._spans_processes else [own]
         return state | {"rows": self._size or self._expected_size, "states": states}
 
@@ -549,11 +581,7 @@ class Loader:
         else:
             assert self._stream is not None
             own = state["states"][jax.process_index() if self._spans_processes else 0]
-            if own[2] is not None and self._stream.is_grain:
-                first = self._stream.first()
-                self._check_rows(self._rows_of(first), state["rows"])
-                self._stream.check_first(first, own[2])
-            self._stream.remember([Mark(own[0], _from_json(own[1]))])
+            self._stream.restore(own)
             self._expected_size, self._size = state["rows"], None
             self._positions = np.arange(0)
         self._step = step
@@ -579,81 +607,6 @@ def _close_iterators() -> None:
             each.close()
 
 
-class _FirstEntries:
-    """Refuses batches whose entries are not those of the first one.
-
-    Steps compile for these.
-
-    **Arguments:**
-
-    - `remedy`: what to do about one that differs.
-    """
-
-    def __init__(self, remedy: str):
-        self._remedy = remedy
-        #: The step of the first batch and its entries, and those last accepted.
-        self._first: tuple[int, dict[str, str]] | None = None
-        self._accepted: dict[str, tuple[np.dtype, tuple[int, ...]]] | None = None
-
-    def check(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Raise `ValueError` if the batch of a step has other names, shapes or dtypes."""
-        found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        if found == self._accepted:
-            return
-        now = {name: _format(array) for name, array in arrays.items()}
-        if self._first is None:
-            self._first = step, now
-        first_step, first = self._first
-        changes = [f"{name!r} is missing" for name in first if name not in now]
-        changes += [f"{name!r} is new" for name in now if name not in first]
-        changes += [
-            f"{name!r} was {first[name]} and is {entry}"
-            for name, entry in now.items()
-            if first.get(name, entry) != entry
-        ]
-        if changes:
-            raise UsageError(
-                f"the batch of step {step} is not like that of step {first_step}: "
-                f"{first_few(changes)}; {self._remedy}."
-            )
-        self._accepted = found
-
-
-def _format(array: np.ndarray) -> str:
-    # Of int64 and int32, devices make the same.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return format_array(jax.ShapeDtypeStruct(array.shape, dtype))
-
-
-def _as_json(state: Any) -> Any:
-    """The state of an iterator as JSON values."""
-    try:
-        return json.loads(json.dumps(state, default=_plain))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
-            "cannot keep it; return dicts, lists, numbers and strings from get_state()."
-        ) from None
-
-
-def _plain(value: Any) -> Any:
-    # Grain's DataLoader has a state of bytes, which are JSON.
-    if isinstance(value, bytes):
-        return {_BYTES: value.decode()}
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"it has a {type(value).__name__}")
-
-
-def _from_json(state: Any) -> Any:
-    """The state that `_as_json` was given."""
-
-    def restored(found: dict[str, Any]) -> Any:
-        return found[_BYTES].encode() if [*found] == [_BYTES] else found
-
-    return json.loads(json.dumps(state), object_hook=restored)
-
-
 def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise `ValueError` if two fingerprints differ."""
     differ = [name for name in ours if theirs.get(name) != ours[name]]
@@ -668,7 +621,7 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         )
     changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
     remedy = "make the loader as it was, or start a new run"
-    if differ == ["examples"]:
+    if differ == ["first"]:
         remedy = (
             "make the dataset with the seed and the transforms that it had, and draw "
             "random numbers in .random_map(...) only, whose generators Grain seeds"
@@ -684,69 +637,4 @@ def _check_divides(remainder: str, steps: Steps, step: int) -> None:
             f"batches of {steps.size} leave {steps.remainder} examples of epoch "
             f"{steps.place(step)[0]} over, which goes on at step {step}; use a batch size "
             "that divides the rest of it, or go on from the end of an epoch."
-        )
-
-
-def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed={seed} must be between 0 and 2**32 - 1.")
-    least = {"epochs": (epochs, 1), "prefetch": (prefetch, 0), "workers": (workers, 0)}
-    for name, (value, smallest) in least.items():
-        if value is not None and value < smallest:
-            raise UsageError(f"{name}={value} must be at least {smallest}.")
-
-
-def _check_order(
-    source: Any, batch_size: int | None, seed: int, shuffle: bool, sampler: Any
-) -> None:
-    """Refuse what decides the order of arrays, for datasets that have an order."""
-    if not isinstance(sampler, Sampler | None):
-        raise UsageTypeError(
-            f"a {type(sampler).__name__} is not a sampler; give something with "
-            "__len__() and rows(examples, seed, epoch)."
-        )
-    if sampler is not None and not shuffle:
-        raise UsageError(
-            "shuffle=False has no meaning with a sampler, which decides the order; "
-            "leave it out."
-        )
-    if batch_size is None or is_map_dataset(source) or is_iter_dataset(source):
-        for name, value in {"seed": seed or None, "sampler": sampler}.items():
-            if value is not None:
-                raise UsageError(
-                    f"{name}= is for arrays, and a {type(source).__name__} has an order of "
-                    "its own; leave it out, and call .seed(...) and .shuffle() on a "
-                    "dataset of Grain's."
-                )
-
-
-def _check_reading(source: Any, read_options: Any, workers: int) -> None:
-    """Refuse what Grain does, for iterables that Grain does not read."""
-    is_grain = is_map_dataset(source) or is_iter_dataset(source)
-    is_iterable = not is_grain and not isinstance(source, Source | Mapping)
-    if read_options is not None and not is_map_dataset(source):
-        raise UsageError(
-            f"read_options= is for a grain.MapDataset, and this is a "
-            f"{type(source).__name__}; give prefetch=, or give them to "
-            ".to_iter_dataset(...)."
-        )
-    if workers and is_iterable:
-        raise UsageError(
-            f"workers= cannot divide the work of a {type(source).__name__}; leave it out, "
-            "and use the workers that it has itself."
-        )
-
-
-def _check_placement(placement: str, is_arrays: bool, transform: Any, workers: int) -> None:
-    if placement not in ("host", "device"):
-        raise UsageError(f"placement={placement!r} is not 'host' or 'device'.")
-    if placement == "device" and not is_arrays:
-        raise UsageError(
-            "placement='device' is for arrays, all of which are on each device; read the "
-            "dataset into arrays, or use placement='host'."
-        )
-    if placement == "device" and (transform is not None or workers):
-        raise UsageError(
-            "placement='device' cannot run transform= or workers=, which need the host; do "
-            "their work in the loss function or in the source, or use placement='host'."
         )
