@@ -208,10 +208,7 @@ class Loader:
             )
             self._assert_same({**self._fingerprint, "batch_size": size})
             if is_map_dataset(source):
-                # Datasets that are sharded already have other parts in each process. (The
-                # names of functions have paths, which may differ.)
-                parts = [str(part).partition("(transform=")[0] for part in parts_of(source)]
-                self._assert_same({"dataset": parts})
+                self._check_is_whole(source)
                 # Grain does not tell the seeds of a dataset.
                 self._fingerprint["first"] = self._digest_of_first(source)
             self._hold(size)
@@ -240,6 +237,19 @@ class Loader:
     def _assert_same(self, facts: dict[str, Any]) -> None:
         if self._spans_processes:
             assert_same_on_all_processes("loader", facts)
+
+    def _check_is_whole(self, dataset: Any) -> None:
+        """Refuse a dataset of which each process has another part."""
+        if not self._spans_processes:
+            return
+        # Without the names of functions, which have paths: these may differ.
+        parts = [str(part).partition("(transform=")[0] for part in parts_of(dataset)]
+        if any(theirs != parts for theirs in allgather_json(parts)):
+            raise UsageError(
+                "the dataset is not the same in all processes; give each of them the whole "
+                "of it, of which the loader reads the rows of its devices, or call "
+                ".batch(n) on the parts, and leave batch_size= out."
+            )
 
     def _digest_of_first(self, dataset: Any) -> str:
         """The digest of a dataset's first example, which process 0 reads for all."""

@@ -304,6 +304,11 @@ for batch, other in zip(*placed, strict=True):
         for shard, same in zip(batch[name].addressable_shards, array.addressable_shards):
             np.testing.assert_array_equal(shard.data, same.data)
 
+try:
+    eqxshard.Loader(examples[number::2], batch_size=8, mesh=mesh)
+except ValueError as error:
+    print(error)
+
 uneven = eqxshard.Loader([{"x": np.arange(4 + 4 * number)}], mesh=mesh)
 try:
     next(iter(uneven))
@@ -320,6 +325,7 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     out = capsys.readouterr().out
     says = "differ in batch rows: 8 in process 0; 16 in process 1. Start all of them alike"
     assert out.count(says) == 2, out
+    assert out.count("the dataset is not the same in all processes; give each") == 2, out
 
 
 def test_batches_of_other_sizes_do_not_go_on():
@@ -356,9 +362,7 @@ def test_a_position_of_another_pipeline_is_an_error():
     assert read(again, 1) == [third]
     longer = grain.MapDataset.range(97).map(lambda x: {"x": x}).to_iter_dataset()
     for other in (batches().filter(lambda batch: True), longer.batch(8)):
-        with pytest.raises(
-            ValueError, match=r"a dataset made of .*, and this one .*; make it"
-        ):
+        with pytest.raises(ValueError, match=r"a dataset made of .*, and this one is"):
             stream(other).restore(state)
     with pytest.raises(ValueError, match="workers was 0 and is 2; make the loader as it"):
         stream(batches(), workers=2).restore(state)
