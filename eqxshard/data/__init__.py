@@ -1,6 +1,7 @@
 """Sources of examples, and the loader that makes sharded batches of them.
 
-May use `sharding`; knows nothing of models or steps.
+May use `sharding`, and of `training` the batches that a step gathers for itself; knows
+nothing of models or steps.
 """
 
 import lazy_loader

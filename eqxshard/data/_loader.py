@@ -1,78 +1,106 @@
-"""The loader: from a source on the host to sharded batches on their devices.
+"""The loader: batches of the host, placed on a mesh, with a position.
 
-Glossary:
-
-- a *row* is an example's index in the source;
-- a *batch* is counted within its epoch, from 0 to `len(loader) - 1`;
-- a *step* counts batches from the start of the first epoch, without end. It is the whole
-  position of a loader. While the batch size is the same, `epoch, batch =
-  divmod(step, len(loader))`; `_steps.py` has the rest.
+`_batches.py` makes the batches. *Row*, *place* and *step* are explained in `_order.py`.
 """
 
+import atexit
 import contextlib
 import dataclasses
-import functools
-import itertools
+import json
 import operator
 import sys
 import warnings
-from collections.abc import Generator, Mapping
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from .._errors import UsageError, UsageTypeError
-from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
-from ._buckets import BucketBatch, Buckets
-from ._entries import FirstEntries
-from ._host import HostBatches, Transform, check_integers
-from ._pipeline import (
-    checked_step,
-    gather_ahead,
-    place_rows,
-    positions_on_this_process,
+from ..distributed import (
+    allgather_json,
+    assert_same_on_all_processes,
+    spans_processes,
 )
-from ._resident import DeviceBatches, ResidentDataset
-from ._samplers import Order, Sampler, digest
-from ._sources import Source, check_source
-from ._steps import Steps
-from ._weights import WEIGHT
+from ..sharding._batch_weights import WEIGHT
+from ..sharding._leaves import check_integers, format_array
+from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
+from ..sharding._placement import from_host
+from ..sharding._text import first_few
+from ..training._device_batches import DeviceBatches
+from ._batches import (
+    Arrays,
+    BatchStream,
+    ExampleBatches,
+    Mark,
+    Reading,
+    Transform,
+    is_iter_dataset,
+    is_map_dataset,
+    make_examples,
+    whole_shapes,
+)
+from ._order import Sampler, Steps
+from ._resident import ResidentDataset
+from ._sources import Source, check_batches
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
 
+#: Those that are alive are closed at exit: later, Grain's threads can no longer be ended.
+_ITERATORS: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
 
 class Loader:
-    """Makes batches of a source's examples, and places them on a mesh.
+    """Makes batches of examples, or takes batches as they come, and places them on a mesh.
 
     Iterating gives dicts of global `jax.Array`s, their rows split over the mesh's `data`
-    and `fsdp` axes, starting at the loader's position. It never ends, unless `epochs` says
-    when: for a `for` loop over one pass, give `epochs=1`. Each device gets its own rows
-    only. Batches are gathered ahead in a [Grain](https://google-grain.readthedocs.io)
-    thread, which ends when the iterator is closed or dropped.
+    and `fsdp` axes, starting at the loader's position. Each device gets its own rows only.
+    [Grain](https://google-grain.readthedocs.io) reads batches ahead in threads, which end
+    when the iterator is closed or dropped.
 
-    The order of the examples is a function of `seed` and the epoch alone, so it is the
-    same on any number of devices, and a batch is a function of its step. No batch mixes
-    epochs, and without a `sampler` no example comes twice in an epoch.
+    There are three kinds of `source`:
 
-    Several iterators of one loader are independent: each starts at the loader's position
-    when it is made, and the loader's position is that of the last one to advance: of the
-    batch after the one that it gave, whatever was gathered ahead.
+    - *Arrays*, with `batch_size`: a dict of arrays, or an [`eqxshard.data.Source`][]. The
+        order of the examples is a function of `seed` and the epoch alone. No batch mixes
+        epochs, and without a `sampler` no example comes twice in an epoch.
+    - *A `grain.MapDataset` of examples*, with `batch_size`: dicts of arrays and numbers,
+        shuffled, mixed and mapped by Grain. Each process reads the examples of its own
+        devices. Endless after `.repeat()`.
+    - *Batches*, without `batch_size`: a `grain.MapDataset` or `grain.IterDataset` after
+        `.batch(n)`, a `grain.DataLoader`, or any iterable of dicts of arrays, such as
+        PyTorch's `DataLoader`. With several processes, each gives the rows of its own
+        devices: of a batch of 256 on two processes, 128. If it has a `len()`, that is an
+        epoch, and it is read again after each; otherwise the loader ends with it.
+
+    Of the first two, the batches are the same on any mesh and any number of processes, and
+    the position is a number of examples. Of the third, the position is the state of the
+    iterator in each process, from its `get_state()`, as Grain's have it; an iterator
+    without one is read again up to the position.
+
+    Except for batches without a length, a loader never ends, unless `epochs` says when: for
+    a `for` loop over one pass, give `epochs=1`. Several iterators of one loader are
+    independent: each starts at the loader's position when it is made, and the loader's
+    position is that of the last one to advance: of the batch after the one that it gave,
+    whatever was read ahead.
 
     **Arguments:**
 
-    - `source`: an [`eqxshard.data.Source`][], such as [`eqxshard.data.ArraySource`][].
-    - `batch_size`: the number of rows of a batch, over all devices.
+    - `source`: as above.
+    - `batch_size`: the number of rows of a batch, over all devices; left out if the source
+        has batches.
     - `mesh`: from [`eqxshard.make_mesh`][].
-    - `seed`: decides the order of each epoch.
-    - `shuffle`: whether to shuffle; otherwise every epoch is in the order of the source.
-    - `sampler`: an [`eqxshard.data.Sampler`][], which chooses the examples of each epoch
-        and their order instead. The number of batches in an epoch follows its length.
+    - `seed`: decides the order of each epoch of arrays. (Call `.seed(...)` on a dataset of
+        Grain's.)
+    - `shuffle`: whether to shuffle arrays; otherwise every epoch is in the order of the
+        source.
+    - `sampler`: an [`eqxshard.data.Sampler`][], which chooses the rows of each epoch of
+        arrays and their order instead. The number of batches in an epoch follows its
+        length.
     - `epochs`: the number of epochs, counted from step 0; endless by default. Iterating
         again after the last one gives nothing, with a warning, until `seek(0)`.
     - `remainder`: what to do with the last examples of an epoch if `batch_size` does not
@@ -82,38 +110,37 @@ class Loader:
         no batch gets a `"__weight__"`.
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
         process holds; returns one with the same number of rows. It may write into the
-        arrays that it gets, and use its own again. It runs in the loader's thread, or in
-        its workers. An [`eqxshard.data.RandomTransform`][] also gets a random generator
-        for each row.
-    - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
-        a time if there is no `transform`, so a few more may be. With 0, each batch is
-        gathered on demand, without a thread.
-    - `workers`: the number of worker processes that gather and transform batches instead
-        of the thread, for sources and transforms that spend their time in Python. The
-        source and the transform are pickled for them (so a script that uses workers keeps
-        its work below `if __name__ == "__main__":`).
-    - `placement`: `"host"` gathers batches on the host; `"device"` puts the whole dataset
-        on every device once, for datasets that fit. The batches are the same, but are
-        gathered on the devices, and [`eqxshard.fit`][] and [`eqxshard.evaluate`][] take
-        many steps in one dispatch ([`eqxshard.Loader.stacked`][]). It excludes
-        `transform` and `workers`, and ignores `prefetch`.
+        arrays that it gets, and use its own again. It runs in Grain's threads or workers.
+    - `prefetch`: how many batches to read ahead. With 0, each batch is read on demand,
+        without a thread.
+    - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, whose batches are
+        read by so many threads, one each, instead; by default 16.
+    - `workers`: the number of worker processes that read and transform batches, for
+        sources and transforms that spend their time in Python. What they use is pickled for
+        them (so a script that uses workers keeps its work below `if __name__ ==
+        "__main__":`).
+    - `placement`: `"host"` gathers batches on the host; `"device"` puts arrays on every
+        device once, for datasets that fit. The batches are the same, but are gathered on
+        the devices, and [`eqxshard.fit`][] and [`eqxshard.evaluate`][] take many steps in
+        one dispatch ([`eqxshard.Loader.stacked`][]). It excludes `transform` and
+        `workers`, and ignores `prefetch`.
 
     **Raises:**
 
-    `TypeError` if `source` or `sampler` lacks a method, or `batch_size` or `seed` is not an
-    integer; `ValueError` if the source is empty, the sampler does not suit it,
-    `batch_size` does not divide over the mesh or does not suit the source (see
-    `remainder`), another number is out of range, or `placement="device"` is not possible.
-    While iterating (or at once, with `placement="device"`), `ValueError` if the source or
-    the transform returns the wrong number of rows, other entries, shapes or dtypes than
-    for the first batch, or integers that need 64 bits where JAX has 32; `TypeError` if it
-    returns what devices cannot hold; and whatever they raise themselves (of a
-    `StopIteration`, a `RuntimeError`).
+    `TypeError` if `source` or `sampler` is none of these, or `batch_size` or `seed` is not
+    an integer; `ValueError` if the source is empty, an option is not for its kind, the
+    sampler does not suit it, `batch_size` does not divide over the mesh or does not suit
+    the source (see `remainder`), another number is out of range, or `placement="device"`
+    is not possible. While iterating (or at once, with `placement="device"`), `ValueError`
+    if the source or the transform returns the wrong number of rows, other entries, shapes
+    or dtypes than for the first batch, or integers that need 64 bits where JAX has 32, or
+    a process has fewer batches than another; `TypeError` if it returns what devices cannot
+    hold; and whatever they raise themselves (of a `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
         ```python
-        loader = eqxshard.Loader(source, batch_size=256, mesh=mesh)
+        loader = eqxshard.Loader({"x": x, "y": y}, batch_size=256, mesh=mesh)
         for batch in loader:
             state, metrics = train_step(state, batch)
         ```
@@ -121,9 +148,9 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Mapping[str, Any] | Iterable[Any],
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         mesh: Mesh,
         seed: int = 0,
         shuffle: bool = True,
@@ -132,94 +159,133 @@ class Loader:
         remainder: Remainder = "pad",
         transform: Transform | None = None,
         prefetch: int = 2,
+        read_options: Any = None,
         workers: int = 0,
         placement: Placement = "host",
     ):
-        check_source(source)
         check_is_mesh(mesh)
-        if not isinstance(sampler, Sampler | None):
-            raise UsageTypeError(
-                f"a {type(sampler).__name__} is not a sampler; give something with "
-                "__len__() and rows(examples, seed, epoch)."
-            )
-        # Python's own integers, also if NumPy's were given: state() must be JSON.
-        batch_size, seed = operator.index(batch_size), operator.index(seed)
         _check_numbers(seed, epochs, prefetch, workers)
-        if sampler is not None and not shuffle:
-            raise UsageError(
-                "shuffle=False has no meaning with a sampler, which decides the order; "
-                "leave it out."
-            )
-        order = Order(len(source), seed=seed, shuffle=shuffle, sampler=sampler)
-        self._fingerprint = {
-            "length": len(source),
-            "batch_size": batch_size,
-            "seed": seed,
-            "shuffle": shuffle,
-            "sampler": None if sampler is None else digest(order.rows(0, 0, len(order))),
-            "remainder": remainder,
-        }
+        _check_order(source, batch_size, seed, shuffle, sampler)
+        _check_reading(source, read_options, workers)
+        is_arrays = batch_size is not None and not is_map_dataset(source)
+        _check_placement(placement, is_arrays, transform, workers)
+        self._sharding = batch_sharding(mesh)
+        self._mesh = mesh
         self._spans_processes = spans_processes(mesh.devices.flat)
-        if self._spans_processes:
-            assert_same_on_all_processes("loader", self._fingerprint)
-        check_batch_size(batch_size, mesh)
-        # Only now, because it may be empty in one process alone.
-        _check_remainder(remainder, order, batch_size)
-        _check_placement(placement, transform, workers, sampler)
-        self._sharding = sharding = batch_sharding(mesh)
-        self._host = HostBatches(
-            source,
-            order,
-            order.steps((0, batch_size), fills=remainder == "pad"),
-            transform=transform,
-            positions=positions_on_this_process(sharding, batch_size),
-        )
-        self._resident = None
+        self._reading = Reading(prefetch, read_options, workers)
+        self._examples: ExampleBatches | None = None
+        self._stream: BatchStream | None = None
+        self._resident: ResidentDataset | None = None
+        #: The rows of a batch over all processes, and the positions that are held here.
+        self._size: int | None = None
+        self._positions = np.arange(0)
+        self._expected_size: int | None = None
+        if batch_size is None:
+            check_batches(source)
+            self._stream = BatchStream(
+                source, self._reading, transform, self._spans_processes
+            )
+            self._fingerprint: dict[str, Any] = {"processes": jax.process_count()}
+            self._assert_same({"length": self._stream.length, "epochs": epochs})
+        else:
+            # Python's own integers, also if NumPy's were given: state() must be JSON.
+            size = operator.index(batch_size)
+            check_batch_size(size, mesh)
+            examples, self._fingerprint = make_examples(
+                source,
+                size,
+                transform=transform,
+                remainder=remainder,
+                seed=operator.index(seed),
+                shuffle=shuffle,
+                sampler=sampler,
+            )
+            self._assert_same({**self._fingerprint, "batch_size": size})
+            self._hold(size)
+            self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
-            self._resident = ResidentDataset(self._host, mesh)
-        self._place = functools.partial(
-            place_rows,
-            sharding=sharding,
-            positions=self._host.positions,
-            batch_size=batch_size,
-        )
-        self._prefetch, self._workers = prefetch, workers
+            assert self._examples is not None
+            self._resident = ResidentDataset(
+                self._examples, self._fingerprint["length"], mesh
+            )
         self._full_weight: Array | None = None
-        self._first = FirstEntries(
-            "return the same entries of the same shapes and dtypes for all batches, from "
-            "the source and the transform"
+        self._first = _FirstEntries(
+            "give all batches the same entries, shapes and dtypes; drop the last one of an "
+            f"epoch (drop_remainder=True), or pad it with rows whose {WEIGHT!r} is 0"
+            if self._examples is None
+            else "return the same entries of the same shapes and dtypes for all batches, "
+            "from the source and the transform"
         )
         self._epochs = epochs
-        self._rebatched = False
+        if epochs is not None and self.steps is None:
+            raise UsageError(
+                f"epochs={epochs} is for datasets that have a length, and this one has "
+                "none; leave epochs= out, and say in the dataset where it ends."
+            )
         self._step = 0
+
+    def _assert_same(self, facts: dict[str, Any]) -> None:
+        if self._spans_processes:
+            assert_same_on_all_processes("loader", facts)
+
+    def _hold(self, size: int) -> None:
+        """Place batches of as many rows from now on."""
+        self._size = size
+        self._positions = positions_on_this_process(self._sharding, size)
 
     @property
     def placement(self) -> Placement:
         """Where the dataset is: `"host"` or `"device"`."""
         return "host" if self._resident is None else "device"
 
-    def __len__(self) -> int:
-        """The number of batches in an epoch, if the batch size does not change in it."""
-        return self._host.length
+    @property
+    def has_rows(self) -> bool:
+        """Whether the examples have numbers, which `rows` returns."""
+        return self._examples is not None
 
     @property
-    def steps(self) -> Steps:
-        """Which epoch each step is in, for [`eqxshard.fit`][]."""
-        return self._host.steps
+    def has_end(self) -> bool:
+        """Whether an epoch ends, as far as the dataset says."""
+        return self._examples is None or self.steps is not None
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch, if the batch size does not change in it."""
+        if self.steps is None:
+            raise UsageTypeError(
+                "this loader has no length, because its dataset is endless or does not say "
+                "how long it is; give a number of steps."
+            )
+        return self.steps.each
+
+    @property
+    def steps(self) -> Steps | None:
+        """Which epoch each step is in, for [`eqxshard.fit`][]; `None` without epochs."""
+        if self._examples is not None:
+            has_length = self._fingerprint["length"] is not None
+            return self._examples.steps if has_length else None
+        assert self._stream is not None
+        # As of batches of one example.
+        return Steps(1, self._stream.length) if self._stream.length else None
 
     @property
     def _stop(self) -> int:
         """The step after the last one."""
-        return sys.maxsize if self._epochs is None else self.steps.end(self._epochs)
+        if self._epochs is None or self.steps is None:
+            return sys.maxsize
+        return self.steps.end(self._epochs)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes, dtypes and shardings of a batch; reads one example."""
+        """The shapes, dtypes and shardings of a batch; reads one example, or a batch."""
         # Without its sharding, a step that is lowered for a batch would be traced again
         # when it is called.
-        return self._host.shapes(self._sharding)
+        if self._examples is not None:
+            return self._examples.shapes(self._sharding)
+        assert self._stream is not None
+        arrays = self._stream.first()
+        return whole_shapes(arrays, self._rows_of(arrays), self._sharding)
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
-        """The batches from the loader's position on; close it to end its thread early."""
+        """The batches from the loader's position on; close it to end its threads early."""
         if self._step >= self._stop:
             warnings.warn(
                 f"this loader gives no more batches: it is at step {self._step}, and its "
@@ -228,38 +294,97 @@ class Loader:
                 "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
-        return self._batches(self._step)
+        batches = self._batches(range(self._step, self._stop), self._examples)
+        _ITERATORS.add(batches)
+        return batches
 
-    def _batches(self, first: int) -> Generator[dict[str, Array], None, None]:
-        steps = range(first, self._stop)
-        made = self._resident.batches(steps) if self._resident else self._placed(steps)
+    def _batches(
+        self, steps: range, examples: ExampleBatches | None
+    ) -> Generator[dict[str, Array], None, None]:
+        made: Any
+        if self._resident is not None and examples is not None:
+            made = self._resident.batches(examples, steps)
+        else:
+            made = self._placed(steps, examples)
         with closing(made) as batches:
-            for step, batch in enumerate(batches, start=first):
+            for step, batch in zip(steps, batches):
                 self._step = step + 1
                 yield batch
 
-    def _placed(self, steps: range) -> Generator[dict[str, Array], None, None]:
-        """The batches of some steps, gathered on the host and placed on the devices."""
-        chunks = gather_ahead(
-            self._host, steps, prefetch=self._prefetch, workers=self._workers
-        )
-        with closing(chunks):
-            for step, arrays in zip(steps, itertools.chain.from_iterable(chunks)):
+    def _placed(
+        self, steps: range, examples: ExampleBatches | None
+    ) -> Generator[dict[str, Array], None, None]:
+        """The batches of some steps, read on the host and placed on the devices."""
+        if not steps:
+            return
+        if examples is not None:
+            host: Any = examples.batches(steps, self._reading)
+        else:
+            assert self._stream is not None
+            host = self._stream.batches(steps.start)
+        pads = examples is not None and examples.pads
+        with closing(host):
+            for step, arrays in zip(steps, host):
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
-                length, entries = self._host.padded_length(step), arrays
-                if self._host.pads and WEIGHT in arrays:
+                entries = arrays
+                if pads and WEIGHT in arrays:
                     # Full batches have none yet.
                     entries = {n: x for n, x in arrays.items() if n != WEIGHT}
-                self._first.check(entries, step, length)
+                self._first.check(entries, step)
+                if examples is None:
+                    self._hold(self._rows_of(arrays))
                 batch = {name: self._place(array) for name, array in arrays.items()}
-                if self._host.pads and WEIGHT not in batch:
+                if pads and WEIGHT not in batch:
                     # One for all full batches, until somebody donates it.
                     if self._full_weight is None or self._full_weight.is_deleted():
-                        ones = np.ones(len(self._host.positions), np.float32)
+                        ones = np.ones(len(self._positions), np.float32)
                         self._full_weight = self._place(ones)
                     batch[WEIGHT] = self._full_weight
-                yield batch if length is None else BucketBatch(batch, length)
+                yield batch
+            if examples is None and self._step == steps.start:
+                warnings.warn(
+                    f"this loader gives no more batches: its dataset has {self._step}; "
+                    "call loader.seek(0) to start again.",
+                    stacklevel=2,
+                )
+
+    def _place(self, array: np.ndarray) -> Array:
+        """A batch's array, of which this process holds the rows at its positions."""
+        # Each device gets its own rows.
+        size, positions = self._size, self._positions
+        assert size is not None
+        shape = (size, *array.shape[1:])
+        if len(array) == size:
+            return from_host(shape, self._sharding, array.__getitem__)
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(size)
+            return array[slice(*np.searchsorted(positions, (start, stop)))]
+
+        return from_host(shape, self._sharding, part)
+
+    def _rows_of(self, arrays: Arrays) -> int:
+        """The rows, over all processes, of a batch of which these are this process's."""
+        mine = len(next(iter(arrays.values())))
+        if self._size is not None and len(self._positions) == mine:
+            return self._size
+        # The share of a batch's rows that this process holds.
+        parts = self._sharding.num_devices
+        share = len(positions_on_this_process(self._sharding, parts)) / parts
+        rows = round(mine / share)
+        inner = {name: array.shape[1:] for name, array in sorted(arrays.items())}
+        if self._spans_processes:
+            assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
+        check_batch_size(rows, self._mesh)
+        if self._expected_size not in (None, rows):
+            raise UsageError(
+                f"the batches have {rows} rows, and those before had "
+                f"{self._expected_size}, so the saved position is of other examples; make "
+                "batches of as many rows, or give the loader a grain.MapDataset of "
+                "examples and batch_size=, which can change."
+            )
+        return rows
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -272,16 +397,27 @@ class Loader:
 
         **Raises:**
 
-        `ValueError` if it is negative, or before the batch size last changed.
+        `ValueError` if it is negative, or is a step that was taken with another batch size.
         """
-        step, changed = checked_step(step), self.steps.last.first
-        if step < changed:
-            raise UsageError(
-                f"step {step} is before step {changed}, from which on this loader has "
-                f"batches of {self.steps.last.size}; make another loader with the batch "
-                "size of that step."
-            )
+        if step < 0:
+            raise UsageError(f"step {step} is before the start; seek to 0 or a later step.")
+        step = int(step)
+        if self._examples is not None:
+            self._examples = self._examples.at(step)
         self._step = step
+
+    @contextlib.contextmanager
+    def from_start(self) -> Iterator[None]:
+        """The loader is at its start here, and afterwards where it was: to evaluate."""
+        position = self._step, self._examples
+        marks = None if self._stream is None else self._stream.marks()
+        self.seek(0)
+        try:
+            yield
+        finally:
+            self._step, self._examples = position
+            if self._stream is not None and marks is not None:
+                self._stream.remember(marks)
 
     def stacked(self, count: int, *, capacity: int | None = None) -> DeviceBatches:
         """The next batches, for `train_step.many` or `eval_step.many` to gather.
@@ -305,7 +441,7 @@ class Loader:
         more than the capacity.
         """
         capacity = count if capacity is None else capacity
-        if self._resident is None:
+        if self._resident is None or self._examples is None:
             raise UsageError(
                 "this loader's dataset is on the host; make it with placement='device'."
             )
@@ -318,122 +454,209 @@ class Loader:
             )
         steps = range(self._step, self._step + count)
         self._step += count
-        return self._resident.stacked(steps, capacity=capacity)
+        return self._resident.stacked(self._examples, steps, capacity=capacity)
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
-        """The examples that the batch of a step is made of.
+        """The numbers of the examples that make up the batch of a step, without padding.
+
+        Of arrays, they are rows of the source; of a `grain.MapDataset`, its indices.
+
+        **Raises:**
+
+        `ValueError` if the dataset has batches, whose examples have no numbers.
+        """
+        if self._examples is None:
+            raise UsageError(
+                "the batches of this loader are made by its dataset, so their examples "
+                "have no numbers; look at the batch itself."
+            )
+        return self._examples.rows(step)
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """The position, as JSON values, for [`eqxshard.Loader.restore`][].
+
+        If each of several processes makes batches of its own, all call this together.
 
         **Arguments:**
 
-        - `step`: the step, counted from 0.
+        - `step`: the step whose batch is the next one; by default, the batch after the one
+            that was read last. What was read ahead does not count.
 
         **Returns:**
 
-        Their indices in the source, in the order of the batch, without padding.
+        That step; the number of examples before its batch, over all epochs, or the state of
+        each process's iterator; and a fingerprint of what decides which batch that is.
         """
-        return self._host.rows(step)
+        step = self._step if step is None else step
+        state: dict[str, Any] = {"step": step, "fingerprint": dict(self._fingerprint)}
+        if self._examples is not None:
+            return state | {"examples": self._examples.steps.examples_before(step)}
+        assert self._stream is not None
+        mark = self._stream.nearest(step)
+        own = [mark.step, _as_json(mark.state)]
+        states = allgather_json(own) if self._spans_processes else [own]
+        return state | {"rows": self._size or self._expected_size, "states": states}
 
-    def state(self) -> dict[str, Any]:
-        """The position, as JSON values, for [`eqxshard.Loader.restore`][].
-
-        **Returns:**
-
-        The step of the next batch (not counting prefetched ones), a fingerprint of the
-        settings that decide which batch that is, and from which step on there was which
-        batch size.
-        """
-        return {
-            "step": self._step,
-            "fingerprint": dict(self._fingerprint),
-            "batch_sizes": [[*pair] for pair in self.steps.sizes],
-        }
-
-    def restore(self, state: Mapping[str, Any], *, rebatch: bool = False) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where [`eqxshard.Loader.state`][] was called.
 
-        The mesh and the number of epochs may have changed since.
+        The mesh and the number of epochs may have changed since. Of arrays and of datasets
+        of examples, the batch size and the number of processes may have changed, too: the
+        loader goes on with the example that would have come next, in the same order, and
+        each epoch still has each example once. Iterators that exist already are not
+        affected.
 
         **Arguments:**
 
         - `state`: what `state` returned.
-        - `rebatch`: whether the batch size may have changed, too. The loader then goes on
-            with the example that would have come next, and makes batches of its own size
-            from there on: the order stays as it was, and each epoch still has each
-            example once. Later states remember it, and are restored without `rebatch`.
-            (All processes call this together.)
 
         **Raises:**
 
-        `ValueError` if it belongs to a loader with other batches: of another source
-        length, batch size, seed, `shuffle`, `sampler` or `remainder`; or if, with
-        `remainder="error"`, the new batch size does not divide the rest of the epoch.
+        `ValueError` if it belongs to a loader of other examples, or another number of
+        processes made the batches; or if, with `remainder="error"`, the batch size does not
+        divide the rest of the epoch. While iterating, `ValueError` if batches that the
+        dataset makes have other numbers of rows than before.
         """
         step, theirs = state.get("step"), state.get("fingerprint")
-        sizes = _sizes(state)
-        if not isinstance(step, int) or not isinstance(theirs, Mapping) or not sizes:
+        kind = "states" if self._examples is None else "examples"
+        if not isinstance(step, int) or not isinstance(theirs, Mapping):
             raise UsageError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
-        size, fills = self.steps.last.size, self.steps.last.fills
-        _check_same(self._fingerprint, theirs, but_for_size=rebatch or self._rebatched)
-        moved = self._host.order.steps(*sizes, (step, size), fills=fills)
-        # One that was moved there with `rebatch` stays, as `fit` restores it once more.
-        was_moved = self._rebatched and moved == self.steps
-        _check_same(self._fingerprint, theirs, but_for_size=rebatch or was_moved)
-        if rebatch and self._spans_processes:
-            assert_same_on_all_processes("loader", {"batch_sizes": moved.sizes})
-        if self._host.buckets is not None and moved.last.start:
+        if kind not in state:
             raise UsageError(
-                "which examples of sampler=Buckets(...) make up a batch depends on the "
-                "batch size, so this can only change between epochs, and step "
-                f"{step} is within one; go on from the end of an epoch."
+                "the state is of a loader of another kind of dataset: that had "
+                f"{'examples' if 'examples' in state else 'batches'} of its own; make the "
+                "loader as it was, or start a new run."
             )
-        if self._fingerprint["remainder"] == "error" and moved.last.remainder:
-            raise UsageError(
-                f"batches of {size} leave {moved.last.remainder} examples of epoch "
-                f"{moved.last.epoch} over, which goes on at step {step}; use a batch size "
-                "that divides the rest of it, or go on from the end of an epoch."
-            )
-        self._rebatched = rebatch or was_moved
-        self._host = dataclasses.replace(self._host, steps=moved)
-        if self._resident is not None:
-            self._resident.host = self._host
-        self.seek(step)
+        _check_same(self._fingerprint, theirs)
+        if self._examples is not None:
+            moved = self._examples.going_on(step, state["examples"])
+            _check_divides(self._fingerprint["remainder"], moved.steps, step)
+            self._examples = moved
+        else:
+            assert self._stream is not None
+            own = state["states"][jax.process_index() if self._spans_processes else 0]
+            self._stream.remember([Mark(own[0], _from_json(own[1]))])
+            self._expected_size, self._size = state["rows"], None
+            self._positions = np.arange(0)
+        self._step = step
 
 
-def _check_same(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, but_for_size: bool
-) -> None:
-    """Raise `ValueError` if two fingerprints differ (other than by the batch size)."""
+def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+    """The positions in a batch whose devices belong to this process, in order."""
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    rows = [range(batch_size)[index[0]] for index in indices if index is not None]
+    if not rows:
+        raise UsageError(
+            "no device of the mesh belongs to this process, so it has no part of a batch; "
+            "make the mesh of devices of all processes."
+        )
+    return np.unique(np.concatenate(rows))
+
+
+@atexit.register
+def _close_iterators() -> None:
+    for each in [*_ITERATORS]:
+        # Another thread may be in it.
+        with contextlib.suppress(ValueError):
+            each.close()
+
+
+class _FirstEntries:
+    """Refuses batches whose entries are not those of the first one.
+
+    Steps compile for these.
+
+    **Arguments:**
+
+    - `remedy`: what to do about one that differs.
+    """
+
+    def __init__(self, remedy: str):
+        self._remedy = remedy
+        #: The step of the first batch and its entries, and those last accepted.
+        self._first: tuple[int, dict[str, str]] | None = None
+        self._accepted: dict[str, tuple[np.dtype, tuple[int, ...]]] | None = None
+
+    def check(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
+        """Raise `ValueError` if the batch of a step has other names, shapes or dtypes."""
+        found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        if found == self._accepted:
+            return
+        now = {name: _format(array) for name, array in arrays.items()}
+        if self._first is None:
+            self._first = step, now
+        first_step, first = self._first
+        changes = [f"{name!r} is missing" for name in first if name not in now]
+        changes += [f"{name!r} is new" for name in now if name not in first]
+        changes += [
+            f"{name!r} was {first[name]} and is {entry}"
+            for name, entry in now.items()
+            if first.get(name, entry) != entry
+        ]
+        if changes:
+            raise UsageError(
+                f"the batch of step {step} is not like that of step {first_step}: "
+                f"{first_few(changes)}; {self._remedy}."
+            )
+        self._accepted = found
+
+
+def _format(array: np.ndarray) -> str:
+    # Of int64 and int32, devices make the same.
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return format_array(jax.ShapeDtypeStruct(array.shape, dtype))
+
+
+def _as_json(state: Any) -> Any:
+    """The state of an iterator as JSON values. (Grain's `DataLoader` has bytes of JSON.)"""
+    state = {"bytes": state.decode()} if isinstance(state, bytes) else state
+    try:
+        return json.loads(json.dumps(state, default=np.ndarray.item))
+    except TypeError as error:
+        raise UsageError(
+            f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
+            "cannot keep it; return dicts, lists, numbers and strings from get_state()."
+        ) from None
+
+
+def _from_json(state: Any) -> Any:
+    is_bytes = isinstance(state, Mapping) and [*state] == ["bytes"]
+    return state["bytes"].encode() if is_bytes else state
+
+
+def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if two fingerprints differ."""
     differ = [name for name in ours if theirs.get(name) != ours[name]]
-    differ = [name for name in differ if not (but_for_size and name == "batch_size")]
     if not differ:
         return
+    if differ == ["processes"]:
+        raise UsageError(
+            f"the batches were made by {theirs.get('processes')} processes, each from a "
+            f"position of its own, and there are {ours['processes']} now; go on with as "
+            "many, or give the loader a grain.MapDataset of examples and batch_size=, "
+            "which any number of processes can share."
+        )
     changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
     remedy = "make the loader as it was, or start a new run"
-    if differ == ["batch_size"]:
+    if differ == ["examples"]:
         remedy = (
-            "make the loader as it was, or go on from the same example with "
-            "loader.restore(state, rebatch=True)"
+            "make the dataset with the seed and the transforms that it had, and draw "
+            "random numbers in .random_map(...) only, whose generators Grain seeds"
         )
     raise UsageError(
-        f"the state is of a loader with other batches: {', '.join(changes)}; {remedy}."
+        f"the state is of a loader of other examples: {', '.join(changes)}; {remedy}."
     )
 
 
-def _sizes(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """From which step on a loader had which batch size; empty if its state is invalid."""
-    fingerprint = state.get("fingerprint")
-    size = fingerprint.get("batch_size") if isinstance(fingerprint, Mapping) else None
-    # States of before it could change have none.
-    pairs = state.get("batch_sizes", [[0, size]])
-    with contextlib.suppress(TypeError, ValueError):
-        sizes = [(operator.index(step), operator.index(size)) for step, size in pairs]
-        steps = [step for step, _ in sizes]
-        ordered = steps == sorted({*steps}) and steps[:1] == [0]
-        if ordered and all(size > 0 for _, size in sizes):
-            return sizes
-    return []
+def _check_divides(remainder: str, steps: Steps, step: int) -> None:
+    if remainder == "error" and steps.remainder:
+        raise UsageError(
+            f"batches of {steps.size} leave {steps.remainder} examples of epoch "
+            f"{steps.place(step)[0]} over, which goes on at step {step}; use a batch size "
+            "that divides the rest of it, or go on from the end of an epoch."
+        )
 
 
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
@@ -445,41 +668,57 @@ def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -
             raise UsageError(f"{name}={value} must be at least {smallest}.")
 
 
-def _check_placement(
-    placement: str, transform: Any, workers: int, sampler: Sampler | None
+def _check_order(
+    source: Any, batch_size: int | None, seed: int, shuffle: bool, sampler: Any
 ) -> None:
+    """Refuse what decides the order of arrays, for datasets that have an order."""
+    if not isinstance(sampler, Sampler | None):
+        raise UsageTypeError(
+            f"a {type(sampler).__name__} is not a sampler; give something with "
+            "__len__() and rows(examples, seed, epoch)."
+        )
+    if sampler is not None and not shuffle:
+        raise UsageError(
+            "shuffle=False has no meaning with a sampler, which decides the order; "
+            "leave it out."
+        )
+    if batch_size is None or is_map_dataset(source) or is_iter_dataset(source):
+        for name, value in {"seed": seed or None, "sampler": sampler}.items():
+            if value is not None:
+                raise UsageError(
+                    f"{name}= is for arrays, and a {type(source).__name__} has an order of "
+                    "its own; leave it out, and call .seed(...) and .shuffle() on a "
+                    "dataset of Grain's."
+                )
+
+
+def _check_reading(source: Any, read_options: Any, workers: int) -> None:
+    """Refuse what Grain does, for iterables that Grain does not read."""
+    is_grain = is_map_dataset(source) or is_iter_dataset(source)
+    is_iterable = not is_grain and not isinstance(source, Source | Mapping)
+    if read_options is not None and not is_map_dataset(source):
+        raise UsageError(
+            f"read_options= is for a grain.MapDataset, and this is a "
+            f"{type(source).__name__}; give prefetch=, or give them to "
+            ".to_iter_dataset(...)."
+        )
+    if workers and is_iterable:
+        raise UsageError(
+            f"workers= cannot divide the work of a {type(source).__name__}; leave it out, "
+            "and use the workers that it has itself."
+        )
+
+
+def _check_placement(placement: str, is_arrays: bool, transform: Any, workers: int) -> None:
     if placement not in ("host", "device"):
         raise UsageError(f"placement={placement!r} is not 'host' or 'device'.")
+    if placement == "device" and not is_arrays:
+        raise UsageError(
+            "placement='device' is for arrays, all of which are on each device; read the "
+            "dataset into arrays, or use placement='host'."
+        )
     if placement == "device" and (transform is not None or workers):
         raise UsageError(
             "placement='device' cannot run transform= or workers=, which need the host; do "
             "their work in the loss function or in the source, or use placement='host'."
-        )
-    if placement == "device" and isinstance(sampler, Buckets):
-        raise UsageError(
-            "placement='device' gathers batches of one shape, and sampler=Buckets(...) "
-            "makes several; use placement='host'."
-        )
-
-
-def _check_remainder(remainder: str, order: Order, batch_size: int) -> None:
-    if remainder not in ("pad", "drop", "error"):
-        raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
-    length = len(order)
-    if length == 0:
-        raise UsageError("an epoch has no examples; give a source and sampler with some.")
-    buckets = order.sampler if isinstance(order.sampler, Buckets) else None
-    left = length % batch_size
-    if buckets is not None:
-        left = int(buckets.left_over(batch_size).sum())
-    if remainder == "error" and left:
-        raise UsageError(
-            f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
-            "size that divides, or remainder='pad' or 'drop'."
-        )
-    if remainder == "drop" and left == length:
-        raise UsageError(
-            f"an epoch has {length} examples, less than one batch of {batch_size}"
-            f"{' in each bucket' if buckets else ''}, and remainder='drop' drops them "
-            "all; use a smaller batch size or remainder='pad'."
         )

@@ -1,46 +1,18 @@
-"""A dataset that is whole on every device, and batches that steps gather from it."""
+"""A dataset that is whole on every device, from which steps gather their batches."""
 
 from collections.abc import Generator
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
+from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding
-from ..sharding._placement import filter_shard, from_host
-from ._host import HostBatches, check_integers
-from ._weights import WEIGHT
-
-
-class DeviceBatches(eqx.Module):
-    """Batches that a step gathers for itself, from a dataset that is on its devices.
-
-    [`eqxshard.Loader.stacked`][] makes these for `train_step.many` and `eval_step.many`.
-
-    - `examples`: the dataset, whole on each device.
-    - `rows`: which examples each step takes.
-    - `weight`: if the loader pads, how much each of them counts.
-    - `count`: the number of steps to take; there is room for `len(rows)`.
-    """
-
-    examples: dict[str, Array]
-    rows: Int[Array, "steps batch"]
-    weight: Float[Array, "steps batch"] | None
-    count: Int[Array, ""]
-
-    def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
-        """The batch of one of the steps."""
-        rows = self.rows[step]
-        batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
-        if self.weight is not None:
-            weight = self.weight[step]
-            if WEIGHT in batch:
-                weight = jnp.where(weight == 0, weight, batch[WEIGHT])
-            batch[WEIGHT] = weight
-        return filter_shard(batch, batch_sharding(mesh))
+from ..sharding._placement import from_host
+from ..training._device_batches import DeviceBatches
+from ._batches import ExampleBatches
 
 
 class ResidentDataset:
@@ -48,14 +20,14 @@ class ResidentDataset:
 
     **Arguments:**
 
-    - `host`: decides which examples make up each batch.
+    - `examples`: reads the examples.
+    - `count`: the number of them.
     - `mesh`: the mesh of the devices.
     """
 
-    def __init__(self, host: HostBatches, mesh: Mesh):
-        self.host = host
+    def __init__(self, examples: ExampleBatches, count: int, mesh: Mesh):
         self._mesh = mesh
-        arrays = host.everything()
+        arrays = examples.everything(count)
         check_integers(arrays)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._examples: dict[str, Array] = {
@@ -67,15 +39,19 @@ class ResidentDataset:
             out_shardings=batch_sharding(mesh),
         )
 
-    def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
+    def batches(
+        self, examples: ExampleBatches, steps: range
+    ) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps, gathered one at a time."""
         for step in steps:
-            yield self._gather(self.stacked(range(step, step + 1), capacity=1))
+            yield self._gather(self.stacked(examples, range(step, step + 1), capacity=1))
 
-    def stacked(self, steps: range, *, capacity: int) -> DeviceBatches:
+    def stacked(
+        self, examples: ExampleBatches, steps: range, *, capacity: int
+    ) -> DeviceBatches:
         """The batches of some steps, for a step to gather, with room for `capacity`."""
-        size = self.host.batch_size
-        padded, real = self.host.padded(steps, np.arange(size))
+        size = examples.steps.size
+        padded, real = examples.padded(steps, np.arange(size))
         sharding = batch_sharding(self._mesh, stacked=True)
 
         def put(array: np.ndarray, dtype: type) -> Array:
@@ -83,7 +59,7 @@ class ResidentDataset:
             filled[: len(array)] = array
             return from_host(filled.shape, sharding, filled.__getitem__)
 
-        weight = put(real, np.float32) if self.host.pads else None
+        weight = put(real, np.float32) if examples.pads else None
         replicated, taken = NamedSharding(self._mesh, PartitionSpec()), np.int32(len(steps))
         count = from_host((), replicated, lambda _: np.asarray(taken))
         return DeviceBatches(self._examples, put(padded, np.int32), weight, count)

@@ -1,4 +1,4 @@
-"""Sources: datasets that return many examples at a time, in memory or mixed of others."""
+"""Sources: datasets of arrays, which return many examples in one call."""
 
 import math
 from collections.abc import Mapping
@@ -54,31 +54,6 @@ class Source(Protocol):
         Arrays by name, with one row for each index.
         """
         ...
-
-
-def check_source(source: Any) -> None:
-    """Refuse what is not a source, and say what makes one of it."""
-    if isinstance(source, Source) and not isinstance(source, type):
-        return
-    what = f"a {type(source).__name__}"
-    parts = source if isinstance(source, list | tuple) else [source]
-    if isinstance(source, type):
-        what, remedy = source.__name__, "give an instance of it"
-    elif isinstance(source, Mapping) or any(map(_is_array, parts)):
-        remedy = "give eqxshard.data.ArraySource({'x': x, 'y': y})"
-    elif isinstance(source, str):
-        remedy = "open it, and give a source of what it holds"
-    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        remedy = "give eqxshard.data.RecordSource(it), with decode= unless it has dicts"
-    elif hasattr(source, "__iter__"):
-        remedy = "use eqxshard.data.from_iterator(lambda: iter(it), mesh=mesh) instead"
-    else:
-        remedy = "give something with __len__() and gather(indices)"
-    raise UsageTypeError(f"{what} is not a source; {remedy}.")
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "__array__") and hasattr(value, "shape")
 
 
 class ArraySource:
@@ -142,14 +117,14 @@ def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
     # array that is not contiguous.
     if not array.flags.c_contiguous:
         return array[indices]
-    rows = _empty((len(indices), *array.shape[1:]), array.dtype)
+    rows = empty((len(indices), *array.shape[1:]), array.dtype)
     if rows is None or indices.min() < 0 or indices.max() >= len(array):
         return np.take(array, indices, axis=0)
     # With mode="raise", np.take would fill memory of its own first.
     return np.take(array, indices, axis=0, out=rows, mode="clip")
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
     """Memory that a CPU device of JAX can share, or None if it copies the array at once.
 
     It can share what starts at a multiple of 64 bytes, and NumPy's memory starts at one of
@@ -163,80 +138,61 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """A copy in memory that a CPU device of JAX can share, where `_empty` has some."""
-    memory = _empty(array.shape, array.dtype)
+    """A copy in memory that a CPU device of JAX can share, where `empty` has some."""
+    memory = empty(array.shape, array.dtype)
     if memory is None:
         return array.copy()
     np.copyto(memory, array)
     return memory
 
 
-class Mixture:
-    """A source that has the examples of several, in proportion to weights.
+def as_source(source: Any) -> Source:
+    """A source, also of a dict of arrays; refuse the rest, and say what to do with it."""
+    if isinstance(source, Mapping):
+        return ArraySource(source)
+    if isinstance(source, Source) and not isinstance(source, type):
+        return source
+    what = f"a {type(source).__name__}"
+    parts = source if isinstance(source, list | tuple) else [source]
+    if isinstance(source, type):
+        what, remedy = source.__name__, "give an instance of it"
+    elif any(map(_is_array, parts)):
+        remedy = "give a dict of arrays, such as {'x': x, 'y': y}"
+    elif isinstance(source, str):
+        remedy = "open it, and give what it holds"
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        remedy = (
+            "give grain.MapDataset.source(it), with .map(...) to make each example a dict "
+            "of arrays; or, if it has whole batches, leave batch_size= out"
+        )
+    elif hasattr(source, "__iter__"):
+        remedy = (
+            "it gives batches of its own, so leave batch_size= out; of a grain.IterDataset "
+            "of examples, make batches with .batch(n)"
+        )
+    else:
+        remedy = "give something with __len__() and gather(indices)"
+    raise UsageTypeError(f"{what} is not a dataset of examples; {remedy}.")
 
-    It is as long as it must be to have every example of every source: those of the one
-    that is largest for its weight once, those of the others more often. They come source
-    by source, so shuffle them, or draw them with an [`eqxshard.data.UniformSampler`][].
 
-    **Arguments:**
+def check_batches(source: Any) -> None:
+    """Refuse what cannot be iterated again and again for batches."""
+    if isinstance(source, Source | Mapping | str | type):
+        raise UsageTypeError(
+            f"of a {type(source).__name__} the loader makes batches itself; give it "
+            "batch_size=."
+        )
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise UsageTypeError(
+            f"a {type(source).__name__} has neither examples nor batches; give a dict of "
+            "arrays with batch_size=, a Grain dataset, or an iterable of batches."
+        )
+    if hasattr(source, "__next__"):
+        raise UsageTypeError(
+            f"a {type(source).__name__} can be read only once, and a loader starts again "
+            "after a stop; give an object whose __iter__ makes a new iterator each time."
+        )
 
-    - `sources`: for each name, a source and its weight. The weights need not sum to 1. The
-        examples of all must have the same entries.
 
-    **Raises:**
-
-    `ValueError` if there are no sources, one is empty, or a weight is not a positive
-    number. While reading, `ValueError` if the examples of two sources differ in their
-    entries or shapes.
-
-    !!! Example
-
-        ```python
-        source = eqxshard.data.Mixture({"books": (books, 0.7), "code": (code, 0.3)})
-        ```
-    """
-
-    def __init__(self, sources: Mapping[str, tuple[Source, int | float]]):
-        if not sources:
-            raise UsageError("the mixture has no sources; give at least one.")
-        for name, (source, weight) in sources.items():
-            if not (math.isfinite(weight) and weight > 0 and len(source)):
-                raise UsageError(
-                    f"{name!r} has the weight {weight} and {len(source)} examples; give a "
-                    "positive weight and at least one example, or leave it out."
-                )
-        self._sources = {name: source for name, (source, _) in sources.items()}
-        # Of the largest, exactly its length.
-        each = max(len(source) / weight for source, weight in sources.values())
-        counts = [max(round(each * w), len(source)) for source, w in sources.values()]
-        #: The first index of each source, and where there is one more.
-        self._firsts = np.cumsum([0, *counts])
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in that order; indices may repeat."""
-        owners = np.searchsorted(self._firsts, indices, side="right") - 1
-        found: dict[str, np.ndarray] = {}
-        first, expected = "", {}
-        for owner, (name, source) in enumerate(self._sources.items()):
-            here = owners == owner
-            if not here.any():
-                continue
-            part = source.gather((indices[here] - self._firsts[owner]) % len(source))
-            entries = {key: (array.dtype, *array.shape[1:]) for key, array in part.items()}
-            if not found:
-                first, expected = name, entries
-                found = {
-                    key: np.empty((len(indices), *array.shape[1:]), array.dtype)
-                    for key, array in part.items()
-                }
-            if entries != expected:
-                raise UsageError(
-                    f"the examples of {first!r} have {expected}, and those of {name!r} "
-                    f"{entries}; give sources with the same entries."
-                )
-            for key, array in part.items():
-                found[key][here] = array
-        return found
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "shape")

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
 from .._errors import UsageTypeError
-from ..data._rows import name_rows
-from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..distributed import fetch_whole
+from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._leaves import array_leaves, is_inexact
 from ..sharding._placement import filter_shard
+from ..sharding._rows import name_rows
 from ..sharding._text import first_few
 from ..training._config import StepConfig
 from ..training._donation import check_state_not_donated

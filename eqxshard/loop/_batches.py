@@ -1,17 +1,15 @@
 """The batches of a run: one for each step, or those of many steps in one dispatch."""
 
-import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._buckets import BucketBatch
 from ..data._loader import Loader
-from ..data._steps import Steps
-from ..data._stream import Stream
+from ..data._order import Steps
 from ..training._eval_step import EvalStep
 from ..training._train_step import TrainStep
 from ._schedule import Schedule
@@ -45,19 +43,13 @@ def check_loader(loader: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def read_from_start(loader: Batches) -> Iterator[None]:
+def read_from_start(loader: Batches) -> AbstractContextManager[None]:
     """Move a loader to its start, and back at the end: an evaluation is no progress."""
-    position = None
+    if isinstance(loader, Loader):
+        return loader.from_start()
     # One of the user's own has no position that we know of.
-    if isinstance(loader, Loader | Stream):
-        position = loader.state()["step"]
     loader.seek(0)
-    try:
-        yield
-    finally:
-        if position is not None:
-            loader.seek(position)
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -81,6 +73,8 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         """The state of the loader before the batch of the next step."""
+        if isinstance(self.loader, Loader):
+            return self.loader.state(self.step)
         return {**self.loader.state(), "step": self.step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -102,12 +96,7 @@ def steps_of(loader: Any) -> Steps | None:
     if isinstance(loader, Loader):
         return loader.steps
     # As of batches of one row.
-    return Steps.of(1, len(loader)) if isinstance(loader, Sized) else None
-
-
-def length_of(batch: PyTree) -> int | None:
-    """What a batch is padded to, if it is one of several lengths."""
-    return batch.length if isinstance(batch, BucketBatch) else None
+    return Steps(1, len(loader)) if isinstance(loader, Sized) else None
 
 
 def is_resident(loader: Batches, step: Any) -> bool:
@@ -138,8 +127,8 @@ def dispatches_of(
 def _single_batches(loader: Batches, last: int) -> Dispatches:
     yield from ((1, batch) for batch in loader)
     raise UsageError(
-        f"the loader ended before step {last}; take fewer steps, or make one that goes on, "
-        "such as Loader with epochs=None."
+        f"the loader ended before step {last}; take fewer steps, or make one that goes on: "
+        "without epochs=, or of a dataset after .repeat()."
     )
 
 

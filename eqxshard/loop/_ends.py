@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from .._errors import NonfiniteError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._loader import Loader
-from ..data._rows import describe_batch
 from ..distributed import is_main_process
 from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
+from ..sharding._rows import describe_batch
 from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
@@ -198,7 +198,7 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
     the loss. The state of that step is gone by then.
     """
     loader = loop.loader
-    if not isinstance(loader, Loader):
+    if not isinstance(loader, Loader) or not loader.has_rows:
         return f"Look at the batch of step {step}."
     rows = loader.rows(step - 1).tolist()
     some = first_few([str(row) for row in rows])
@@ -284,4 +284,6 @@ def _find_first(loop: Loop, train_step: Any, steps: list[int]) -> str:
             "the cause may be rounding, or a faulty device."
         )
     rows = getattr(loop.loader, "rows", None)
-    return f"in step {step}, {found.describe(None if rows is None else rows(step - 1))}"
+    if rows is None or not getattr(loop.loader, "has_rows", True):
+        return f"in step {step}, {found.describe(None)}"
+    return f"in step {step}, {found.describe(rows(step - 1))}"

@@ -133,7 +133,7 @@ def predict(
     **Returns:**
 
     What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
-    loader that is not an [`eqxshard.Loader`][], all rows, in its order.)
+    loader whose examples have no numbers, all rows, in its order.)
 
     **Raises:**
 
@@ -157,7 +157,7 @@ def predict(
     check_not_donated(arrays, "model")
     mesh = mesh_of(arrays, "model")
     compiled = _compile(fn, signature, mesh, precision)
-    rows = _rows(loader) if isinstance(loader, Loader) else None
+    rows = _rows(loader) if isinstance(loader, Loader) and loader.has_rows else None
     parts: list[PyTree[np.ndarray]] = []
     running: deque[PyTree[Array]] = deque()
 
@@ -241,14 +241,21 @@ def _check_outputs(outputs: PyTree, rows: int) -> None:
 def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
     """The batches of a loader's first epoch; close it to end its thread early.
 
+    Of batches without a length, all that the dataset has.
+
     **Raises:**
 
-    `ValueError` if the loader has no length.
+    `ValueError` if the loader is endless, or is not ours and has no length.
     """
-    if not isinstance(loader, Sized):
+    if isinstance(loader, Loader):
+        has_end, has_length = loader.has_end, loader.steps is not None
+    else:
+        has_end = has_length = isinstance(loader, Sized)
+    if not has_end:
         raise UsageError(
-            f"{who} needs a loader with a length, and this {type(loader).__name__} has "
-            "none; make an eqxshard.Loader, or add __len__()."
+            f"{who} needs a loader with an end, and this {type(loader).__name__} has none; "
+            "make an eqxshard.Loader of a dataset without .repeat(), or add __len__()."
         )
+    sized: Any = loader
     with read_from_start(loader):
-        yield from itertools.islice(loader, len(loader))
+        yield from itertools.islice(loader, len(sized) if has_length else None)

@@ -16,14 +16,7 @@ from ..training._metrics import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import (
-    Batches,
-    Position,
-    check_loader,
-    dispatches_of,
-    length_of,
-    steps_of,
-)
+from ._batches import Batches, Position, check_loader, dispatches_of, steps_of
 from ._callbacks import Callback, CallbackList, check_callbacks, why_ended
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, explain_memory, give_up, rescue, save, say_skipped
@@ -202,22 +195,20 @@ def fit(
         stack.enter_context(closing(batches))
         # What closes has phases of its own.
         stack.enter_context(explain_memory(loop, train_step))
-        in_flight, lengths = InFlight(), set[int | None]()
+        in_flight = InFlight()
         while loop.step < last and loop.stop_reason is None:
             with clock.phase("data", f"the batch of step {loop.step + 1}"):
                 loop.count, batch = next(batches)
             step = loop.step + loop.count
             with clock.phase("device", f"the steps before step {step}"):
                 in_flight.make_room()
-            is_first, length = loop.step == loop.first, length_of(batch)
-            is_new = length not in lengths
-            lengths.add(length)
-            what = f"the train step{f' for length {length}' if length else ''}"
-            # It may take minutes.
+            is_first = loop.step == loop.first
             saying = nullcontext()
-            if is_new:
-                saying = announced(f"compiling {what}", in_logs=True)
-            with saying, clock.phase("compile" if is_new else "dispatch", f"step {step}"):
+            if is_first:
+                # It may take minutes.
+                saying = announced("compiling the train step", in_logs=True)
+            phase = "compile" if is_first else "dispatch"
+            with saying, clock.phase(phase, f"step {step}"):
                 extras = () if loop.extra is None else (loop.extra,)
                 loop.state, loop.taken = take_steps(loop.state, batch, *extras)
                 loop.step = step

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .._errors import UsageTypeError
-from ..data._steps import Steps
+from ..data._order import Steps
 from ..trackers._tracker import Image, Tracker, Value
 from ..training._metrics import Metrics
 from ._clock import Clock, goodput

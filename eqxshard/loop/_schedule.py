@@ -8,7 +8,7 @@ import numpy as np
 
 from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
-from ..data._steps import Steps
+from ..data._order import Steps
 from ._signals import Stop
 
 
@@ -73,7 +73,7 @@ class Schedule:
     @property
     def longest_chunk(self) -> int:
         """The largest number of steps with nothing due between them."""
-        epoch = [] if self.epochs is None else [self.epochs.last.each]
+        epoch = [] if self.epochs is None else [self.epochs.each]
         return min([*self._intervals, *epoch])
 
     def steps_until_due(self, step: int) -> int:

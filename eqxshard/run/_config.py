@@ -15,7 +15,7 @@ import tyro
 from jax.sharding import Mesh
 
 from .._errors import UsageError, UsageTypeError
-from ..data._steps import Steps
+from ..data._order import Steps
 from ..planning._plan import check_plan_file
 from ..trackers._tracker import is_installed
 from ..training._optimizer import is_optimizer
@@ -78,9 +78,9 @@ class RunConfig:
     """Continue from the newest checkpoint; auto: if there is one."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Remove the run that is in --output, if there is one, and start over."""
-    save_every: Annotated[int | None, default("an epoch", "INT")] = None
+    save_every: Annotated[int | None, default("an epoch, or 1000", "INT")] = None
     """Steps between checkpoints."""
-    evaluate_every: Annotated[int | None, default("an epoch", "INT")] = None
+    evaluate_every: Annotated[int | None, default("an epoch, or 1000", "INT")] = None
     """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
@@ -230,18 +230,26 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
     return make_optim(steps)
 
 
-def last_step(config: RunConfig, epochs: int | None, steps: int | None, of: Steps) -> int:
+def last_step(
+    config: RunConfig, epochs: int | None, steps: int | None, of: Steps | None
+) -> int:
     """The step to end at: of the user's options, or else of the script's.
 
     **Arguments:**
 
-    - `of`: which epoch each step is in.
+    - `of`: which epoch each step is in; `None` for data without epochs.
     """
     if config.steps is not None or config.epochs is not None:
         epochs, steps = config.epochs, config.steps
     if (epochs is None) == (steps is None):
         raise UsageError("train needs one of epochs= and steps=; give exactly one.")
-    last = steps if steps is not None else of.end(epochs or 0)
+    if steps is None and of is None:
+        raise UsageError(
+            f"these data have no epochs, because they are endless or do not say how long "
+            f"they are; give {flag('steps')} instead of epochs."
+        )
+    last = steps if of is None or steps is not None else of.end(epochs or 0)
+    assert last is not None
     # Optax counts steps in 32 bits.
     if not 1 <= last < 2**31:
         raise UsageError(f"{last} steps are not between 1 and 2**31 - 1; use others.")

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree
 
 from .._errors import UsageError
 from ..compiled._findings import Lint
-from ..data._host import HostBatches, Transform
+from ..data._batches import (
+    BatchStream,
+    Reading,
+    Transform,
+    is_map_dataset,
+    make_examples,
+    whole_shapes,
+)
 from ..data._loader import Loader, Remainder
-from ..data._samplers import Order, Sampler
+from ..data._order import Sampler, Steps
 from ..data._sources import Source
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
@@ -61,10 +67,11 @@ _REPORTED = (
 class TrainingData:
     """The examples that a run trains on, and how it reads them."""
 
-    source: Source
+    source: Any
     sampler: Sampler | None
     transform: Transform | None
     remainder: Remainder
+    read_options: Any
     workers: int
 
     @property
@@ -82,42 +89,73 @@ class TrainingData:
         """What an example is called."""
         return getattr(self.source, "unit", "examples")
 
-    @property
-    def examples(self) -> int:
-        """The examples of an epoch."""
-        return len(self.source if self.sampler is None else self.sampler)
-
     def make_loader(self, config: RunConfig, mesh: Mesh) -> Loader:
         """The loader of a run, in the same data on all processes."""
         # Hosts may differ in what they can download.
         assert_same_on_all_processes("data", {"name": self.name})
-        loader = Loader(
+        loader = make_loader(
             self.source,
-            batch_size=config.batch_size,
-            mesh=mesh,
+            config,
+            mesh,
             seed=config.seed,
-            remainder=self.remainder,
             sampler=self.sampler,
+            remainder=self.remainder,
             transform=self.transform,
+            read_options=self.read_options,
             workers=self.workers,
         )
-        if config.batch_size > self.examples:
+        if loader.has_rows and loader.steps and config.batch_size > loader.steps.length:
             raise UsageError(
                 f"--batch-size {config.batch_size} is more than the "
-                f"{self.examples} examples; use fewer."
+                f"{loader.steps.length} examples; use fewer."
             )
         return loader
 
-    def host_batches(self, batch_size: int, seed: int) -> HostBatches:
-        """Batches without a mesh, for their shapes and their number."""
-        order = Order(len(self.source), seed=seed, sampler=self.sampler)
-        return HostBatches(
+    def shapes(self, config: RunConfig, size: int) -> tuple[dict[str, Any], Steps | None]:
+        """The shapes of batches of a size, without a mesh, and the epoch of each step."""
+        if has_batches(self.source):
+            reading = Reading(0, None, 0)
+            stream = BatchStream(self.source, reading, self.transform, spans=False)
+            steps = None if stream.length is None else Steps(1, stream.length)
+            return whole_shapes(stream.first(), size, None), steps
+        batches, fingerprint = make_examples(
             self.source,
-            order,
-            order.steps((0, batch_size), fills=self.remainder == "pad"),
+            size,
             transform=self.transform,
-            positions=np.arange(1),
+            remainder=self.remainder,
+            seed=config.seed,
+            sampler=self.sampler,
         )
+        has_epochs = fingerprint["length"] is not None
+        return batches.shapes(), batches.steps if has_epochs else None
+
+
+def has_batches(source: Any) -> bool:
+    """Whether data are batches already: no arrays, and no `grain.MapDataset`."""
+    return not (isinstance(source, Source | Mapping) or is_map_dataset(source))
+
+
+def make_loader(source: Any, config: RunConfig, mesh: Mesh, **options: Any) -> Loader:
+    """The loader of some data, which has batches of the size that `config` says.
+
+    **Arguments:**
+
+    - `source`: as for [`eqxshard.train`][].
+    - `options`: more options of the loader; its `seed` is for arrays alone.
+    """
+    if not isinstance(source, Source | Mapping):
+        options.pop("seed", None)
+    if not has_batches(source):
+        return Loader(source, batch_size=config.batch_size, mesh=mesh, **options)
+    loader = Loader(source, mesh=mesh, **options)
+    rows = next(iter(loader.shapes().values())).shape[0]
+    if rows != config.batch_size:
+        raise UsageError(
+            f"--batch-size is {config.batch_size}, and the batches of this dataset have "
+            f"{rows} rows; give that number, or make batches of config.batch_size "
+            "rows in all processes together."
+        )
+    return loader
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 from jax.sharding import AxisType, Mesh
 
 from .._errors import UsageError
-from ..data._steps import Steps
 from ..loop._clock import announced
 from ..planning._make_plan import plan
 from ..sharding._mesh import batch_axes, resolve_sizes
@@ -46,8 +45,7 @@ def plan_run(
     devices, target = parse_plan(config.plan)
     sizes = _mesh_sizes(config, mesh, devices)
     batch_size, notes = _batch_size(config, sizes, training.accumulate)
-    batches = data.host_batches(batch_size, config.seed)
-    of = Steps.of(1, max(batches.length, 1))
+    shapes, of = data.shapes(config, batch_size)
     training = training.for_steps(last_step(config, epochs, steps, of))
     training.make_step()  # It refuses several models.
     with announced("compiling the plan"):
@@ -55,7 +53,7 @@ def plan_run(
             training.make_model,  # pyright: ignore[reportArgumentType]
             training.loss_fn,  # pyright: ignore[reportArgumentType]
             training.make_optim,  # pyright: ignore[reportArgumentType]
-            batches.shapes(),
+            shapes,
             mesh_shape=sizes,
             rule=training.rule,
             target=target,

@@ -225,13 +225,13 @@ def read_run(folder: RunFolder) -> RecordedRun:
     return RecordedRun(folder)
 
 
-def summarize(run: RecordedRun, steps_per_epoch: int, unit: str) -> dict[str, Any]:
+def summarize(run: RecordedRun, steps_per_epoch: int | None, unit: str) -> dict[str, Any]:
     """Metrics and speed of a run, for its summary.
 
     **Arguments:**
 
     - `run`: the run.
-    - `steps_per_epoch`: the number of steps in an epoch.
+    - `steps_per_epoch`: the number of steps in an epoch, if there are epochs.
     - `unit`: the name of the examples, such as `images`.
 
     **Returns:**
@@ -254,7 +254,7 @@ def summarize(run: RecordedRun, steps_per_epoch: int, unit: str) -> dict[str, An
     start = run.last_start
     if start.parts:
         summary |= {"seconds": start.parts, "goodput": start.goodput}
-    pace = start.step_seconds and start.step_seconds * steps_per_epoch
+    pace = start.step_seconds and steps_per_epoch and start.step_seconds * steps_per_epoch
     speed = start.examples_per_second
     return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": speed}
 

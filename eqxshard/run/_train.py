@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from ..checkpoint._best import Mode, best_mode
 from ..checkpoint._changes import Changes, Missing, Unused
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
-from ..data._host import Transform
-from ..data._loader import Loader, Remainder
-from ..data._samplers import Sampler
+from ..data._batches import Transform
+from ..data._loader import Remainder
+from ..data._order import Sampler
 from ..data._sources import Source
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._batches import Position
@@ -55,11 +55,15 @@ from ._parts import (
     Training,
     TrainingData,
     check_metrics,
+    make_loader,
 )
 from ._plan_run import plan_run
 from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, name_settings, versions
 from ._resume import restore_state
+
+#: Steps between checkpoints, and between evaluations, with data that have no epochs.
+_WITHOUT_EPOCHS = 1000
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ def train(
     loss_fn: Callable[[Any, Any, Any], Any] | None,
     metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
     make_optim: MakeOptim | Mapping[str, MakeOptim],
-    train_data: Source,
-    eval_data: Source | None,
+    train_data: Source | Mapping[str, Any] | Iterable[Any],
+    eval_data: Source | Mapping[str, Any] | Iterable[Any] | None,
     *,
     config: RunConfig | None = None,
     name: str | None = None,
@@ -115,6 +119,7 @@ def train(
     unused: Unused = "error",
     sampler: Sampler | None = None,
     transform: Transform | None = None,
+    read_options: Any = None,
     workers: int = 0,
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
@@ -139,7 +144,9 @@ def train(
     - `metric_fn`: as for [`eqxshard.make_eval_step`][]; `None` to evaluate nothing.
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
         that a schedule can span the run. Of several models, one for all or a dict.
-    - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
+    - `train_data`, `eval_data`: as for [`eqxshard.Loader`][]: arrays or a
+        `grain.MapDataset` of examples, of which batches of `config.batch_size` are made;
+        or batches of as many rows, such as of a `grain.IterDataset`.
     - `config`: the user's options, of the script's command line. `overwrite` removes an
         earlier run from the folder once options, data and model are known to fit: its
         checkpoints, and the files that this run writes anew. Other files stay.
@@ -161,7 +168,8 @@ def train(
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
         measure every example.
     - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
-    - `sampler`, `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
+    - `sampler`, `transform`, `read_options`, `workers`: as for [`eqxshard.Loader`][], of
+        the training data.
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: more settings to record in `summary.json`: the script's arguments, as a
@@ -208,7 +216,7 @@ def train(
     check_callbacks(callbacks)
     changes = Changes(rename, missing, unused)
     named = name_settings(settings, config)
-    data = TrainingData(train_data, sampler, transform, remainder, workers)
+    data = TrainingData(train_data, sampler, transform, remainder, read_options, workers)
     training = Training(
         make_model=make_model,
         make_optim=make_optim,
@@ -237,13 +245,14 @@ def train(
     if metric_fn is not None and eval_data is not None:
         evaluation = Evaluation(
             make_eval_step(metric_fn, precision=precision, lint=lint),
-            Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False),
+            make_loader(eval_data, config, mesh, shuffle=False),
         )
     if config.profile is not None:
         callbacks = [*callbacks, _profile(config.profile, folder, last)]
+    epoch = None if loader.steps is None else len(loader)
     checkpointer = Checkpointer(
         folder.checkpoints,
-        save_every=config.save_every or len(loader),
+        save_every=config.save_every or epoch or _WITHOUT_EPOCHS,
         best=best,
         mode=mode,
     )
@@ -262,7 +271,7 @@ def train(
         first, lowered = step_of(state), None
         if resumes and (position := checkpointer.description(first)["loader"]):
             # Another batch size is said below, with what else has changed.
-            loader.restore(position, rebatch=True)
+            loader.restore(position)
             # Epochs that began with another batch size have other numbers of steps.
             last = last_step(config, epochs, steps, loader.steps)
             timed = training.for_steps(last)
@@ -291,7 +300,7 @@ def train(
             "parameters": _count_parameters(state),
             "settings": {
                 **named,
-                "epochs": loader.steps.epochs(last),
+                "epochs": None if loader.steps is None else loader.steps.epochs(last),
             },
             "versions": versions(),
             **describe_devices(mesh),
@@ -323,7 +332,8 @@ def train(
                 loader,
                 steps=last,
                 evaluate=evaluation,
-                evaluate_every=config.evaluate_every or "epoch",
+                evaluate_every=config.evaluate_every
+                or ("epoch" if epoch else _WITHOUT_EPOCHS),
                 checkpointer=checkpointer,
                 trackers=trackers,
                 callbacks=[*callbacks, kept],
@@ -335,7 +345,7 @@ def train(
         if is_main_process() and not summary:
             of_run = ("title", "data", "parameters", "settings", "versions")
             summary = {
-                **summarize(RecordedRun(folder), len(loader), data.unit),
+                **summarize(RecordedRun(folder), epoch, data.unit),
                 **{name: facts[name] for name in of_run},
                 "devices": describe_mesh(mesh),
                 **kept.skipped(),

@@ -1,7 +1,7 @@
-"""The arrays of a PyTree, by their paths."""
+"""The arrays of a PyTree, by their paths, and checks that JAX can hold them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +11,12 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
+
+#: For errors about batches of one graph, whose nodes and edges differ in number.
+GRAPHS = (
+    "for graphs, such as those of jraph: pad each to the same numbers of nodes and edges, "
+    "stack them, and use jax.vmap in the loss"
+)
 
 
 def is_array(leaf: Any) -> bool:
@@ -98,6 +104,23 @@ def _conversion(dtype: np.dtype) -> str | None:
         # Files of IDX, FITS and netCDF have the most significant byte first.
         return 'convert it with x.astype(x.dtype.newbyteorder("="))'
     return None
+
+
+def check_integers(
+    arrays: Mapping[str, np.ndarray], remedy: str = "use a transform that makes them fit"
+) -> None:
+    """Raise `ValueError` where JAX, which has 32 bits by default, would wrap integers."""
+    for name, array in arrays.items():
+        if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if dtype != array.dtype:
+            low, high = int(array.min(initial=0)), int(array.max(initial=0))
+            if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+                raise UsageError(
+                    f"{name!r} has integers from {low} to {high}, which do not fit JAX's "
+                    f"{dtype}; {remedy}, or turn jax_enable_x64 on."
+                )
 
 
 def format_array(leaf: Any) -> str:

@@ -1,6 +1,6 @@
 """Training states and compiled steps: what one update computes, and how it is compiled.
 
-May use `sharding`, `transforms`, `compiled` and `data`; knows nothing of loops, files or
+May use `sharding`, `transforms` and `compiled`; knows nothing of loaders, loops, files or
 scripts.
 """
 

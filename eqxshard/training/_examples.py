@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._weights import LOSS_WEIGHT, WEIGHT
+from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._weights import LOSS_WEIGHT, WEIGHT
+from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._explicit import replicated_on, to_auto, to_explicit
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding

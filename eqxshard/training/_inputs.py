@@ -19,11 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._buckets import BucketBatch
-from ..data._host import GRAPHS, check_integers
-from ..data._resident import DeviceBatches
 from ..distributed import allgather_json, spans_processes
-from ..sharding._leaves import check_dtypes, is_key, leaf_path
+from ..sharding._leaves import GRAPHS, check_dtypes, check_integers, is_key, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
@@ -31,6 +28,7 @@ from ..sharding._mesh import (
     format_sharding,
 )
 from ..transforms._partition import Static, partition
+from ._device_batches import DeviceBatches
 from ._donation import check_not_donated
 from .rewrite._rewrite import looks_for_nan
 
@@ -162,8 +160,7 @@ class _Batch:
         It has the sizes that are its own by design: the length of a loop, of a dataset.
         """
         if not self._stacked:
-            is_bucket = isinstance(batch, BucketBatch)
-            return f"{step} (length {batch.length})" if is_bucket else step
+            return step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
     def sharding(self, mesh: Mesh) -> NamedSharding:

@@ -13,12 +13,12 @@ from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
-from ..data._resident import DeviceBatches
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
 from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._device_batches import DeviceBatches
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
 from ._lint_update import lint_update

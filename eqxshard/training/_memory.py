@@ -10,12 +10,12 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..data._resident import DeviceBatches
 from ..pages._format import format_bytes
 from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_axes
 from ..sharding._text import comma_list
+from ._device_batches import DeviceBatches
 from ._jit import Program
 
 if TYPE_CHECKING:

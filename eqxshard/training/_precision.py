@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..data._weights import LOSS_WEIGHT, WEIGHT
+from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._text import did_you_mean, first_few
 

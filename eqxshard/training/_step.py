@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._errors import UsageError
 from ..compiled._findings import Finding, Lint, lint_levels, report
-from ..data._weights import check_weights, fetch_weights
+from ..sharding._batch_weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard

@@ -14,10 +14,10 @@ from jaxtyping import PyTree
 
 from .._errors import NonfiniteError, UsageError, UsageTypeError
 from ..compiled._findings import Lint
-from ..data._resident import DeviceBatches
 from ..sharding._leaves import array_leaves
 from ..sharding._rule import Rule
 from ._config import Nonfinite, StepConfig
+from ._device_batches import DeviceBatches
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
 from ._make_model import check_has_arrays

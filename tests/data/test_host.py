@@ -199,7 +199,7 @@ def test_batches_of_one_graph_are_refused_with_a_remedy():
     says = r"pad each to the same numbers of nodes and edges, stack them, and use jax\.vmap"
     with pytest.raises(ValueError, match=says):
         next(iter(loader_of(Graphs())))
-    batches = eqxshard.data.from_iterator(lambda: iter([graph]), mesh=mesh)
+    batches = eqxshard.Loader([graph], mesh=mesh)
     with pytest.raises(ValueError, match=says):
         next(iter(batches))
     step = eqxshard.make_eval_step(lambda model, batch: {"nodes": batch["nodes"][:, 0]})
@@ -227,7 +227,7 @@ def test_what_devices_cannot_hold_is_an_error(unannotated):
     for name, array in {"file": np.array(["a.png"] * 8), "record": records}.items():
         with pytest.raises(TypeError, match=f"'{name}' is a NumPy array of dtype "):
             list(loader_of(eqxshard.data.ArraySource({name: array})))
-    with pytest.raises(TypeError, match="transform returned a NoneType; return a dict"):
+    with pytest.raises(TypeError, match="transform returned None; return a dict"):
         list(loader_of(numbers(8), transform=lambda batch: None))
     source = eqxshard.data.ArraySource({"__weight__": np.ones((9, 2), np.float32)})
     with pytest.raises(ValueError, match=r"'__weight__' has shape \(8, 2\) for 8 examples"):

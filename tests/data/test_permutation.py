@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eqxshard.data._permutation import Permutation
+from eqxshard.data._order import Permutation
 
 
 def permutation(length, seed=0):

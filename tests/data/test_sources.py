@@ -1,14 +1,10 @@
-import pickle
-import threading
 import tracemalloc
 
-import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqxshard
-from eqxshard.data import RecordSource
 
 
 def test_gather_returns_rows_in_the_order_of_the_indices():
@@ -71,119 +67,3 @@ def test_lists_and_jax_arrays_are_converted():
     batch = source.gather(np.array([1]))
     assert batch["x"].tolist() == [[3, 4]]
     assert batch["y"].tolist() == [6]
-
-
-# Examples that are read one by one
-
-
-class Squares:
-    """Numbers and their squares."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return {"x": index, "xx": np.array([index, index**2], np.float32)}
-
-
-def test_records_are_read_in_threads():
-    together, seen = threading.Barrier(4), []
-
-    class Records(Squares):
-        def __getitem__(self, index):
-            seen.append((index, threading.get_ident()))
-            together.wait(timeout=60)
-            return super().__getitem__(index)
-
-    RecordSource(Records(), threads=4).gather(np.arange(8))
-    indices, threads = zip(*seen)
-    assert sorted(indices) == list(range(8)) and len({*threads}) == 4
-
-
-def test_records_may_be_decoded_and_a_source_pickled():
-    source = pickle.loads(pickle.dumps(RecordSource(["a", "bbb", "cc"], decode_length)))
-    assert source.gather(np.array([1, 2]))["length"].tolist() == [3, 2]
-
-
-def decode_length(text):
-    return {"length": len(text)}
-
-
-def test_datasets_of_other_libraries_are_records():
-    grain_source = grain.sources.RangeDataSource(0, 10, 1)
-    source = RecordSource(grain_source, lambda x: {"x": x})
-    assert source.gather(np.array([4, 2]))["x"].tolist() == [4, 2]
-    # As PyTorch has them.
-    pairs = [(i, np.full((2, 3), i, np.uint8)) for i in range(20)]
-    source = RecordSource(pairs, lambda pair: {"x": pair[0], "image": pair[1]})
-    batch = source.gather(np.array([7, 3, 7]))
-    assert batch["x"].tolist() == [7, 3, 7]
-    assert batch["image"].shape == (3, 2, 3) and batch["image"].dtype == np.uint8
-
-
-def test_datasets_of_hugging_face_are_records():
-    datasets = pytest.importorskip("datasets")
-    image = np.arange(20 * 6, dtype=np.uint8).reshape(20, 2, 3)
-    dataset = datasets.Dataset.from_dict({"x": list(range(20)), "image": image})
-    source = RecordSource(
-        dataset.with_format("numpy"), lambda x: {**x, "image": x["image"].astype(np.uint8)}
-    )
-    batch = source.gather(np.array([7, 3, 7]))
-    assert batch["x"].tolist() == [7, 3, 7] and batch["image"].dtype == np.uint8
-    np.testing.assert_array_equal(batch["image"], image[[7, 3, 7]])
-
-
-@pytest.mark.parametrize(
-    "records, decode, says",
-    [
-        ([1, 2], None, "example 0 is a int; use decode="),
-        ([1, 2], lambda x: {"a": 1, f"b{x}": 1}, r"1 has the entries .*'b2'.*; give all"),
-        (
-            [1, 2],
-            lambda x: {"a": np.ones((1, x))},
-            r"1 has .*\(1, 2\)}, and example 0 .*; g",
-        ),
-        (
-            [0, 1],
-            lambda x: {"a": np.ones((2,) * x)},
-            r"1 has .*\(2,\)}, and example 0 .*; g",
-        ),
-    ],
-)
-def test_records_that_cannot_be_stacked_are_errors(records, decode, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        RecordSource(records, decode).gather(np.arange(2))
-
-
-def test_records_may_be_ragged_in_their_first_dim():
-    source = RecordSource([2, 0, 3], lambda x: {"a": np.ones((x, 2), np.int32), "x": x})
-    batch = source.gather(np.array([2, 1]))
-    assert batch["a"].dtype == object and batch["x"].tolist() == [3, 0]
-    assert [row.shape for row in batch["a"]] == [(3, 2), (0, 2)]
-    assert source.gather(np.array([0, 0]))["a"].shape == (2, 2, 2)
-
-
-def test_invalid_records_and_threads_are_errors(unannotated):
-    with pytest.raises(TypeError, match="a generator cannot be read by index; give an obj"):
-        RecordSource(x for x in [1])  # pyright: ignore
-    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
-        RecordSource([{"x": 1}], threads=0)
-
-
-def test_records_are_read_together_if_possible():
-    class Together(Squares):
-        def __getitem__(self, index):
-            raise AssertionError("one by one")
-
-        def __getitems__(self, indices):
-            calls.append(len(indices))
-            return [Squares.__getitem__(self, index) for index in indices]
-
-    calls: list[int] = []
-    indices = np.array([3, 1, 3, 7, 9, 0])
-    batch = RecordSource(Together(), threads=2).gather(indices)
-    alone = RecordSource(Squares(), threads=2).gather(indices)
-    assert calls == [6]
-    assert batch.keys() == alone.keys()
-    for name in alone:
-        np.testing.assert_array_equal(batch[name], alone[name])

@@ -1,11 +1,13 @@
 """Loaders of anybody's batches."""
 
 import itertools
+import json
 import sys
 import threading
 from contextlib import closing
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -23,14 +25,32 @@ from loader_helpers import MESHES, assert_threads_end, mesh_of, read, take
 from process_helpers import finished
 
 import eqxshard
-from eqxshard.data import from_iterator
 from eqxshard.launch import launch
 from eqxshard.sharding import batch_sharding
 
 
-def counting(step):
-    """Batches without end, from a step on."""
-    for number in itertools.count(step):
+class Again:
+    """Batches that a function makes, from the start each time; with a length, if given."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return iter(self.make())
+
+
+class Passes(Again):
+    def __init__(self, make, length):
+        super().__init__(make)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+def counting():
+    """Batches without end."""
+    for number in itertools.count():
         yield {"x": np.full(8, number, np.int32)}
 
 
@@ -39,8 +59,8 @@ def five():
     return ({"x": np.full(8, number, np.int32)} for number in range(5))
 
 
-def stream(make_iterator, *, mesh=MESHES[0], **options) -> Any:
-    return from_iterator(make_iterator, mesh=mesh_of(**mesh), **options)
+def stream(batches, *, mesh=MESHES[0], **options) -> Any:
+    return eqxshard.Loader(batches, mesh=mesh_of(**mesh), **options)
 
 
 def firsts(loader, count=None):
@@ -58,59 +78,102 @@ def threads_end():
 @pytest.mark.parametrize("mesh", MESHES[2:5])
 def test_batches_are_placed_like_a_loaders(mesh):
     image = np.arange(16 * 6, dtype=np.float32).reshape(16, 2, 3)
-    (batch,) = stream(lambda: iter([{"x": image, "y": list(range(16))}]), mesh=mesh)
+    (batch,) = stream(Again(lambda: [{"x": image, "y": [*range(16)]}]), mesh=mesh)
     np.testing.assert_array_equal(batch["x"], image)
     np.testing.assert_array_equal(batch["y"], np.arange(16))
     for array in batch.values():
         assert array.sharding == batch_sharding(mesh_of(**mesh))
 
 
+class Counting:
+    """An iterator with a state, as Grain's have one."""
+
+    def __init__(self, read):
+        self.number = 0
+        self.read = read
+
+    def __next__(self):
+        self.number += 1
+        self.read.append(self.number - 1)
+        return {"x": np.full(8, self.number - 1, np.int32)}
+
+    def __iter__(self):
+        return self
+
+    def get_state(self):
+        return {"number": self.number}
+
+    def set_state(self, state):
+        self.number = state["number"]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_an_iterator_that_takes_a_step_continues_there(prefetch):
-    loader = stream(counting, prefetch=prefetch)
+def test_an_iterator_with_a_state_continues_there(prefetch, capsys):
+    read: list[int] = []
+    batches = Again(lambda: Counting(read))
+    loader = stream(batches, prefetch=prefetch)
     assert firsts(loader, 3) == [0, 1, 2]
-    assert firsts(loader, 2) == [3, 4]
-    loader.seek(10**9)
-    assert firsts(loader, 2) == [10**9, 10**9 + 1]
-    opened = []
+    position = json.loads(json.dumps(loader.state()))
+    assert position["step"] == 3
+    read.clear()
+    again = stream(batches, prefetch=prefetch)
+    again.restore(position)
+    assert firsts(again, 2) == [3, 4] and min(read) == 3
+    # Of one of the last steps, the state is still known.
+    read.clear()
+    again.seek(4)
+    assert firsts(again, 2) == [4, 5] and min(read) == 4
+    assert capsys.readouterr().err == ""
 
-    def one_epoch(step):
-        opened.append(step)
-        return ({"x": np.full(8, n, np.int32)} for n in range(step, step - step % 5 + 5))
 
-    loader = stream(one_epoch, length=5, prefetch=prefetch)
-    loader.seek(8)
-    assert firsts(loader, 8) == list(range(8, 16))
-    assert opened[:3] == [8, 10, 15]
+def test_a_map_dataset_of_batches_is_entered_at_any_step():
+    read = []
+
+    def make(number):
+        read.append(int(number))
+        return {"x": np.full(8, number, np.int32)}
+
+    loader = stream(grain.MapDataset.range(10**9).map(make), prefetch=0)
+    assert len(loader) == 10**9
+    loader.seek(10**6)
+    assert firsts(loader, 2) == [10**6, 10**6 + 1] and min(read) == 10**6
+    # After an epoch, the dataset says how the next one goes.
+    shuffled = grain.MapDataset.range(3).seed(1).shuffle().map(make)
+    assert firsts(stream(shuffled), 6) == [int(shuffled[i]["x"][0]) for i in range(6)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 9])
-def test_other_iterators_skip_batches(prefetch):
-    loader = stream(five, prefetch=prefetch)
-    assert not hasattr(loader, "__len__")
+def test_other_iterables_are_read_again_with_a_word(prefetch, capsys):
+    loader = stream(Again(five), prefetch=prefetch)
+    with pytest.raises(TypeError, match="this loader has no length"):
+        len(loader)
     assert firsts(loader) == [0, 1, 2, 3, 4]
+    assert capsys.readouterr().err == ""
     loader.seek(3)
     assert firsts(loader) == [3, 4]
-    with pytest.warns(UserWarning, match=r"at step 5, .*; call loader\.seek\(0\)"):
+    assert "reading 3 batches again" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"dataset has 5; call loader\.seek\(0\)"):
         assert firsts(loader) == []
 
 
 def test_with_a_length_passes_follow_one_another():
-    loader = stream(five, length=5)
-    assert len(loader) == 5
-    assert firsts(loader, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
-    loader.seek(8)
-    assert firsts(loader, 4) == [3, 4, 0, 1]
+    for batches in ([*five()], Passes(five, 5), Passes(counting, 5)):
+        loader = stream(batches)
+        assert len(loader) == 5
+        assert firsts(loader, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+        loader.seek(8)
+        assert firsts(loader, 4) == [3, 4, 0, 1]
+        assert firsts(stream(batches, epochs=2)) == [0, 1, 2, 3, 4] * 2
 
 
-@pytest.mark.parametrize("length", [3, 7])
-def test_an_iterator_that_ends_within_an_epoch_is_an_error(length):
-    loader = stream(five, length=length)
-    says = f"before step 5, {5 % length} batches into an epoch of length={length}; give"
+def test_a_pass_of_another_length_is_an_error():
+    says = r"ended after 5 batches, and its len\(\) is 7; give"
     with pytest.raises(ValueError, match=says):
-        take(loader)
-    with pytest.raises(ValueError, match="the iterator ended before step 0"):
-        take(stream(lambda: iter([]), length=length))
+        take(stream(Passes(five, 7)))
+    with pytest.raises(ValueError, match="ended after 0 batches"):
+        take(stream(Passes(list, 7)))
+    with pytest.raises(ValueError, match="the dataset has no batches; look at its filt"):
+        take(stream(Again(list)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -124,7 +187,7 @@ def test_the_iterator_may_use_its_arrays_again(prefetch):
             shared[:] = number
             yield {"x": shared}
 
-    loader = stream(refilled, prefetch=prefetch)
+    loader = stream(Again(refilled), prefetch=prefetch)
     assert [float(batch["x"][0, 0]) for batch in list(loader)] == [0, 1, 2, 3, 4, 5]
 
 
@@ -137,12 +200,13 @@ waiting = queue.Queue()
 for number in range(4):
     waiting.put({"x": np.full(8, number)})
 
-def batches():
-    while True:
-        yield waiting.get()
+class Batches:
+    def __iter__(self):
+        while True:
+            yield waiting.get()
 
 mesh = eqxshard.make_mesh()
-batches = iter(eqxshard.data.from_iterator(batches, mesh=mesh))
+batches = iter(eqxshard.Loader(Batches(), mesh=mesh))
 for _ in range(3):
     next(batches)
 batches.close()
@@ -162,11 +226,11 @@ def test_the_iterator_is_closed_with_the_loaders(prefetch):
 
     def environment():
         try:
-            yield from counting(0)
+            yield from counting()
         finally:
             closed.set()
 
-    batches = iter(stream(environment, prefetch=prefetch))
+    batches = iter(stream(Again(environment), prefetch=prefetch))
     next(batches)
     assert not closed.is_set()
     batches.close()
@@ -181,29 +245,27 @@ def test_fit_and_evaluate_take_it_and_resume():
         lambda model, batch: {"y": batch["y"][:, 0]}, mesh=mesh, rule=rule
     )
 
-    def batches(step):
-        return (make_batch(seed=number) for number in range(step, step - step % 3 + 3))
+    batches = [make_batch(seed=number) for number in range(3)]
 
     def train(*stops):
         key = jax.random.key(0)
         state = eqxshard.init_state(Model, optim, key=key, mesh=mesh, rule=rule)
         for steps in stops:
-            loader: Any = from_iterator(batches, mesh=mesh, length=3)
+            loader = eqxshard.Loader(batches, mesh=mesh)
             state = eqxshard.fit(state, train_step, loader, steps=steps)
         return state
 
     state = train(4, 7)
     assert_equal(state, train(7))
-    tests: Any = from_iterator(batches, mesh=mesh, length=3)
+    tests = eqxshard.Loader(batches, mesh=mesh)
     values = eqxshard.evaluate(state.model, eval_step, tests)
     expected = np.mean([make_batch(seed=i)["y"][:, 0] for i in range(3)])
     assert values["y"] == pytest.approx(expected, rel=1e-5)
 
 
 PROCESSES = """
-import jax, numpy as np
+import grain, jax, numpy as np
 import eqxshard
-from eqxshard.data import RandomTransform, from_iterator
 
 eqxshard.initialize()
 mesh, number = eqxshard.make_mesh(), jax.process_index()
@@ -214,25 +276,24 @@ def check(batch, expected):
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[name][shard.index])
 
-def batches(step):
-    while True:
-        yield {"x": np.arange(4) + 4 * number + 10 * step}
-        step += 1
+def batch(step):
+    return {"x": np.arange(4) + 4 * number + 10 * step}
 
-loader = from_iterator(batches, mesh=mesh)
+loader = eqxshard.Loader(grain.MapDataset.range(10).map(batch), mesh=mesh)
 loader.seek(2)
 check(next(iter(loader)), {"x": np.arange(8) + 20})
 
-def draw(batch, generators):
-    return {**batch, "draw": np.array([g.normal() for g in generators])}
+def draw(example, rng):
+    return {**example, "draw": rng.normal()}
 
 source = eqxshard.data.ArraySource({"x": np.arange(20)})
-options = {"batch_size": 8, "transform": RandomTransform(draw)}
-alone = eqxshard.Loader(
-    source, mesh=eqxshard.make_mesh(devices=jax.local_devices()), epochs=1, **options
-)
-for batch, other in zip(eqxshard.Loader(source, mesh=mesh, **options), alone):
-    check(batch, {name: np.asarray(array) for name, array in other.items()})
+examples = grain.MapDataset.range(20).seed(3).shuffle().map(lambda i: {"x": i})
+local = eqxshard.make_mesh(devices=jax.local_devices())
+for data in (source, examples.random_map(draw)):
+    alone = eqxshard.Loader(data, batch_size=8, mesh=local, epochs=1)
+    ours = eqxshard.Loader(data, batch_size=8, mesh=mesh, epochs=1)
+    for batch, other in zip(ours, alone, strict=True):
+        check(batch, {name: np.asarray(array) for name, array in other.items()})
 
 placed = (
     eqxshard.Loader(source, batch_size=8, mesh=mesh, epochs=1, placement=placement)
@@ -244,7 +305,7 @@ for batch, other in zip(*placed, strict=True):
         for shard, same in zip(batch[name].addressable_shards, array.addressable_shards):
             np.testing.assert_array_equal(shard.data, same.data)
 
-uneven = from_iterator(lambda: iter([{"x": np.arange(4 + 4 * number)}]), mesh=mesh)
+uneven = eqxshard.Loader([{"x": np.arange(4 + 4 * number)}], mesh=mesh)
 try:
     next(iter(uneven))
 except ValueError as error:
@@ -262,30 +323,20 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     assert out.count(says) == 2, out
 
 
-def test_batches_of_other_sizes_go_on_if_that_is_meant():
-    def batches(size, skip=0):
-        # As a function of the examples seen.
-        return lambda step: iter(
-            {"x": np.arange(i, i + size)} for i in itertools.count(skip + step * size, size)
-        )
+def test_batches_of_other_sizes_do_not_go_on():
+    def batches(size):
+        return grain.MapDataset.range(96).batch(size).map(lambda x: {"x": x})
 
     loader = stream(batches(8))
     assert read(loader, 2)[1][0] == 8
     state = loader.state()
-    assert state == {"step": 2, "rows": 8}
-    for _ in range(2):
-        other = stream(batches(16))
-        other.restore(state)
-        with pytest.raises(
-            ValueError, match=r"step 2 has 16 rows, and .* had 8; make batch"
-        ):
-            take(other, 1)
-    other = stream(batches(16, skip=-16))
-    other.restore(state, rebatch=True)
+    again = stream(batches(8))
+    again.restore(state)
+    assert read(again, 1) == [[*range(16, 24)]]
+    other = stream(batches(16))
     other.restore(state)
-    assert read(other, 1) == [[*range(16, 32)]]
-    with pytest.raises(ValueError, match=r"all earlier steps, .*; give the function"):
-        stream(five).restore(state, rebatch=True)
+    with pytest.raises(ValueError, match=r"have 16 rows, and those before had 8, so .*;"):
+        take(other, 1)
 
 
 # Mistakes
@@ -294,7 +345,7 @@ def test_batches_of_other_sizes_go_on_if_that_is_meant():
 @pytest.mark.parametrize(
     "batches, error, says",
     [
-        ([(1, 2)], TypeError, "gave a tuple for step 0; give dicts of arrays by name"),
+        ([(1, 2)], TypeError, "gave a tuple for a batch; give dicts of arrays by name"),
         ([{"x": np.full(8, 2**40)}], ValueError, "'x' has integers from 0 to"),
         ([{"x": np.ones(8), "y": np.ones(7)}], ValueError, "give all arrays"),
         ([{"x": np.ones(())}], ValueError, "give all arrays"),
@@ -302,21 +353,28 @@ def test_batches_of_other_sizes_go_on_if_that_is_meant():
         (
             [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
             ValueError,
-            r"batch of step 2 is .* 'x' was float32\[8\] and is float32\[5\]; .*drop_last",
+            r"batch of step 2 is .* 'x' was float32\[8\] and is float32\[5\]; .*drop_rem",
         ),
     ],
 )
 def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
     with pytest.raises(error, match=says):
-        take(stream(lambda: iter(batches), mesh=MESHES[3]))
+        take(stream(batches, mesh=MESHES[3]))
 
 
-def test_invalid_options_are_errors(unannotated):
-    with pytest.raises(TypeError, match="a generator cannot be started again; give"):
-        stream(five())
-    with pytest.raises(ValueError, match="length=0 must be at least 1"):
-        stream(five, length=0)
-    with pytest.raises(ValueError, match="prefetch=-1 must be at least 0"):
-        stream(five, prefetch=-1)
-    with pytest.raises(ValueError, match="step -1 is before the start"):
-        stream(five).seek(-1)
+@pytest.mark.parametrize(
+    "batches, options, error, says",
+    [
+        (five(), {}, TypeError, "a generator can be read only once, .*; give an object"),
+        ({"x": np.ones(8)}, {}, TypeError, "of a dict .*; give it batch_size="),
+        (3, {}, TypeError, "a int has neither examples nor batches; give"),
+        ([], {"seed": 1}, ValueError, "seed= is for arrays, and a list has an order"),
+        ([], {"placement": "device"}, ValueError, "placement='device' is for arrays"),
+        ([], {"workers": 1}, ValueError, "workers= cannot divide the work of a list"),
+        (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
+        ([], {"prefetch": -1}, ValueError, "prefetch=-1 must be at least 0"),
+    ],
+)
+def test_invalid_options_are_errors(batches, options, error, says, unannotated):
+    with pytest.raises(error, match=says):
+        stream(batches, **options)

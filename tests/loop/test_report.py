@@ -7,7 +7,7 @@ import pytest
 from loop_helpers import Recorder, make_loader, run
 
 import eqxshard
-from eqxshard.data._steps import Steps
+from eqxshard.data._order import Steps
 from eqxshard.loop._clock import Clock
 from eqxshard.loop._report import Report
 from eqxshard.trackers._tracker import numbers
@@ -21,7 +21,7 @@ def metrics(loss, weight=1.0, nonfinite=0):
 
 
 def report_to(*trackers):
-    return Report(trackers, Clock(), Steps.of(1, 4))
+    return Report(trackers, Clock(), Steps(1, 4))
 
 
 def test_a_report_has_the_means_since_the_last_one():
@@ -48,7 +48,7 @@ def test_a_report_has_the_means_since_the_last_one():
 
 def test_the_speed_is_without_the_call_that_compiled():
     recorder, clock = Recorder(), Clock()
-    report = Report([recorder], clock, Steps.of(1, 4))
+    report = Report([recorder], clock, Steps(1, 4))
     # As after a compile of an hour.
     clock.totals["compile"] = 3600.0
     report._training_since -= 3600.0

@@ -1,7 +1,7 @@
 import pytest
 
 from eqxshard import Checkpointer
-from eqxshard.data._steps import Steps
+from eqxshard.data._order import Steps
 from eqxshard.loop._schedule import Due, Schedule
 from eqxshard.loop._signals import Stop
 
@@ -17,7 +17,7 @@ def schedule(
     checkpointer = interval and Checkpointer("never written", save_every=interval)
     stop = stop or Stop(False)
     calls = lambda step: None  # noqa: E731
-    epochs = None if epoch is None else Steps.of(1, epoch)
+    epochs = None if epoch is None else Steps(1, epoch)
     return Schedule(10, epochs, evaluate_every, log_every, checkpointer, stop, calls)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Int, Int64
 from numpy.typing import ArrayLike
 
 from ..._errors import UsageError
-from .._weights import WEIGHT
+from ...sharding._batch_weights import WEIGHT
 from ._tokens import Tokens, as_tokens
 
 

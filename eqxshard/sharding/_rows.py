@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..distributed import fetch_whole
-from ..sharding._leaves import array_leaves, is_inexact
+from ._leaves import array_leaves, is_inexact
 
 
 def describe_batch(

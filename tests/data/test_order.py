@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from loader_helpers import MESHES, flat, loader_of, numbers, read, take
 
-import eqxshard
-from eqxshard.data import UniformSampler, WeightedSampler, _samplers
+from eqxshard.data import UniformSampler, _order
 
 
 class Half:
@@ -34,7 +33,7 @@ def test_an_epoch_is_what_the_sampler_says():
 
 
 def test_batches_are_the_same_on_every_mesh_and_on_the_device():
-    options = {"sampler": WeightedSampler(np.arange(24)), "epochs": 2}
+    options = {"sampler": UniformSampler(24), "epochs": 2}
     expected = read(loader_of(numbers(24), **options))
     for mesh in MESHES[1:4]:
         assert read(loader_of(numbers(24), mesh=mesh, **options)) == expected
@@ -51,7 +50,7 @@ def test_the_state_tells_samplers_apart():
     loader_of(numbers(24), sampler=Half()).restore(state)
     options: list[dict[str, Any]] = [{"sampler": Half(1)}, {}]
     for other in options:
-        with pytest.raises(ValueError, match=r"other batches: sampler was '.*' and is"):
+        with pytest.raises(ValueError, match=r"other examples: sampler was '.*' and is"):
             loader_of(numbers(24), **other).restore(state)
 
 
@@ -59,7 +58,7 @@ def test_the_state_tells_samplers_apart():
 def test_an_order_can_be_entered_anywhere_however_long_it_is(prefetch, monkeypatch):
     batches = read(loader_of(numbers(61), epochs=2))
     # As if these were too many to make an epoch as a whole.
-    monkeypatch.setattr(_samplers, "_WHOLE_ROWS", 10)
+    monkeypatch.setattr(_order, "_WHOLE_ROWS", 10)
     loader = loader_of(numbers(61), epochs=2, prefetch=prefetch)
     assert read(loader) == batches
     first, second = (flat(part) for part in (batches[:8], batches[8:]))
@@ -81,11 +80,9 @@ def test_the_order_of_ten_million_examples_takes_little_memory(shuffle):
         def gather(self, indices):
             return {"x": indices.astype(np.int32)}
 
-    transform = eqxshard.data.RandomTransform(lambda batch, generators: batch)
     tracemalloc.start()
     try:
-        options = {"shuffle": shuffle, "transform": transform, "prefetch": 0}
-        loader = loader_of(Many(), batch_size=256, **options)
+        loader = loader_of(Many(), batch_size=256, shuffle=shuffle, prefetch=0)
         for step in (0, len(loader) - 2):
             loader.seek(step)
             take(loader, 3)
@@ -125,7 +122,6 @@ class Empty(Half):
     [
         ([1, 2, 3], TypeError, "a list is not a sampler; give something with"),
         (Empty(), ValueError, "an epoch has no examples; give"),
-        (WeightedSampler(np.ones(23)), ValueError, "23 weights and the source 24 exam"),
     ],
 )
 def test_unsuitable_samplers_are_errors(unannotated, sampler, error, says):
@@ -144,32 +140,3 @@ def test_examples_are_drawn_alike_and_again_in_an_epoch():
     assert sampler.rows(2**40, seed=5, epoch=0).max() > 2**39
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         UniformSampler(0)
-
-
-# By weight
-
-
-def test_examples_are_drawn_in_proportion_to_their_weights():
-    weights = np.array([0, 1, 2, 5, 0])
-    sampler = WeightedSampler(weights, 8_000)
-    counts = np.bincount(sampler.rows(5, 0, 0), minlength=5)
-    assert counts[0] == counts[4] == 0
-    np.testing.assert_allclose(counts / 1000, weights, rtol=0.1)
-    assert (sampler.rows(5, 0, 0) == sampler.rows(5, 0, 0)).all()
-    # The draws of a seed never change.
-    assert WeightedSampler([1, 2, 3, 4], 6).rows(4, 0, 0).tolist() == [1, 1, 1, 0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    "weights, length, says",
-    [
-        ([[1, 2]], None, r"weights have the shape \(1, 2\) .*; give each"),
-        ([1, -2], None, "the sum -1.0; give"),
-        ([np.nan], None, "the sum nan; give each"),
-        ([0, 0], None, "not all of them 0"),
-        ([1], 0, "length=0 must be at least 1"),
-    ],
-)
-def test_invalid_weights_are_errors(weights, length, says):
-    with pytest.raises(ValueError, match=says):
-        WeightedSampler(weights, length)
