@@ -11,6 +11,7 @@ from fit_helpers import new_state, train_step
 from loader_helpers import assert_threads_end, mesh_of, take
 
 import eqxshard
+from eqxshard._errors import ON_PURPOSE
 
 _ = train_step  # A fixture.
 
@@ -80,7 +81,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"x": np.full(8, 2**40)},
         {"batch_size": 8},
         ValueError,
-        f"'x' has integers from {2**40} to {2**40}",
+        f"'x' has integers from .* to {2**40}, which",
     ),
     "arrays without a batch size": (
         {"x": np.ones(8)},
@@ -122,8 +123,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a filter before the examples are batched": (
         examples().filter(lambda example: example["y"] > 5),
         {"batch_size": 8},
-        TypeError,
-        r"\.filter.*to_iter_dataset\(\)\.batch\(n\), and leave batch_size= out",
+        ValueError,
+        r"\.filter.*to_iter_dataset\(\)\.batch\(n\) on it, and leave batch_size= out",
     ),
     "NaN weights": (
         dataset(weights),
@@ -135,7 +136,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         dataset(large),
         {"batch_size": 8},
         ValueError,
-        f"'x' has integers from {2**40} to {2**40 + 7}",
+        f"'x' has integers from .* to {2**40 + 7}, which",
     ),
     "a seed for a dataset": (examples(), {"batch_size": 8, "seed": 1}, ValueError, "seed"),
     "a sampler for a dataset": (
@@ -143,12 +144,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"batch_size": 8, "sampler": eqxshard.data.UniformSampler(8)},
         ValueError,
         "sampler",
-    ),
-    "an order for a dataset": (
-        examples(),
-        {"batch_size": 8, "shuffle": False},
-        ValueError,
-        "shuffle",
     ),
     "an empty dataset": (examples(0), {"batch_size": 8}, ValueError, "no examples"),
     # Way 3: batches.
@@ -202,7 +197,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         [{"x": [[1.0, 2.0], [3.0]]}],
         {},
         ValueError,
-        r"'x' has rows of the shapes \(1,\) and \(2,\); pad",
+        r"'x' has rows of the shapes \(1,\), \(2,\); pad",
     ),
     "entries of other lengths": (
         [changed(y=np.ones(7))],
@@ -220,7 +215,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         examples(20).to_iter_dataset().batch(8, drop_remainder=False),
         {},
         ValueError,
-        r"batch of step 2 is not .*'x' was float32\[8,3\] and is float32\[4,3\]; .*drop",
+        r"step 2 is not .*'x' was float32\[8,3\] and is float32\[4,3\], .*; .*drop_rem",
     ),
     "batches that do not divide": (
         [{"x": np.ones((6, 3), np.float32)}],
@@ -238,7 +233,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         dataset(large).batch(8),
         {},
         ValueError,
-        f"'x' has integers from {2**40} to {2**40 + 7}",
+        f"'x' has integers from .* to {2**40 + 7}, which",
     ),
     "batches on the devices": (several(), {"placement": "device"}, ValueError, "device"),
     "an iterable that is longer than it says": (
@@ -255,7 +250,7 @@ def test_what_no_loader_can_use_is_refused_with_a_remedy(unannotated, case):
     source, options, kind, says = REFUSED[case]
     with pytest.raises(kind, match=says) as caught:
         take(eqxshard.Loader(source, mesh=mesh_of(count=4), **options), 8)
-    assert isinstance(caught.value, eqxshard.UsageError | eqxshard.UsageTypeError)
+    assert isinstance(caught.value, ON_PURPOSE)
     # One sentence what is wrong, and what to do.
     assert ";" in str(caught.value) and str(caught.value).endswith(".")
 
@@ -276,7 +271,7 @@ def test_a_dataset_that_is_finite_ends_a_run_with_a_remedy(train_step):
 
 def test_an_endless_dataset_has_no_epochs(train_step):
     loader = eqxshard.Loader(examples().repeat(), batch_size=8, mesh=mesh_of(count=8))
-    with pytest.raises(TypeError, match=r"no epochs"):
+    with pytest.raises(TypeError, match="no length, because its dataset is endless"):
         len(loader)
     with pytest.raises(ValueError, match=r"epochs=2.*steps="):
         eqxshard.fit(new_state(), train_step, loader, epochs=2)
