@@ -23,7 +23,7 @@ from eqxshard.run import default
 
 
 def loss_fn(model, batch, key=None):
-    # The step weighs the losses of packed examples by this.
+    # The step weighs the losses of sequences of documents by this.
     arguments = {name: x for name, x in batch.items() if name != "__weight__"}
     return model.losses(**arguments, key=key)
 
@@ -94,7 +94,8 @@ class Args:
     tokenizer: Annotated[str | None, default("the folder's")] = None
     """The tokenizer.json of a Hugging Face model, to read and write samples with."""
     pack: bool = False
-    """Fill sequences with whole documents, which do not see each other."""
+    """Documents do not see each other. A document that is longer than what is left of a
+    sequence goes on in the next."""
     eval_windows: int = 256
     """Evaluate on this many sequences, always the same."""
     learning_rate: float = 1e-3
@@ -384,9 +385,12 @@ def train(
 ) -> str:
     """Train, and export the weights if that is asked for; say how it went."""
     if args.pack:
-        train_data = text.PackedDocuments(corpus.train, shape.seq_len)
+        # Side by side, so an epoch reads each token once.
+        train_data = text.Windows(
+            corpus.train, shape.seq_len, stride=shape.seq_len, documents=True
+        )
         sampler = None
-        tokens_per_example = 1  # Packed examples weigh their tokens.
+        tokens_per_example = 1  # These examples weigh their targets.
     else:
         train_data = text.Windows(corpus.train, shape.seq_len)
         # Any token may begin a sequence; an epoch reads as many as there are.

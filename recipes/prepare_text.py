@@ -1,6 +1,7 @@
 """Encode text into token files, with the tokenizer.json of a Hugging Face model."""
 
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -33,17 +34,19 @@ def read(path):
     """The documents of a file."""
     place = str(path)
     try:
-        if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
-            return
         with path.open("rb") as file:
+            # Bytes, since text files would lose what ends their lines.
+            if path.suffix.lower() != ".jsonl":
+                yield file.read().decode("utf-8-sig")
+                return
             for number, line in enumerate(file, 1):
                 place = f"line {number} of {path}"
+                line = line.decode("utf-8-sig")
                 if line.strip():
                     text = json.loads(line)["text"]
                     text.encode()  # Fails if it is not text.
                     yield text
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise eqxshard.UsageError(
             f"{place} is not a document in UTF-8 ({type(error).__name__}: {error}); "
             "leave it out, or correct it."
@@ -54,10 +57,15 @@ def main(args: Args) -> str:
     for path in (args.tokenizer, *args.inputs):
         if not path.is_file():
             raise eqxshard.UsageError(f"there is no file {path}; give one that exists.")
-    if args.output.exists():
+    if os.path.lexists(args.output):
         raise eqxshard.UsageError(
             f"there is a {args.output}; delete it, or give another --output."
         )
+    output = args.output.absolute()
+    # On the disk of the output.
+    existing = next(path for path in output.parents if path.exists())
+    if not existing.is_dir():
+        raise eqxshard.UsageError(f"{existing} is not a folder; give another --output.")
     try:
         tokenizer = Tokenizer.from_file(str(args.tokenizer))
     except Exception as error:  # The package raises no narrower class.
@@ -74,9 +82,7 @@ def main(args: Args) -> str:
     documents = chain.from_iterable(map(read, args.inputs))
     dtype = np.min_scalar_type(vocab_size - 1)
     lengths = []
-    parent = args.output.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="preparing-", dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix="preparing-", dir=existing) as name:
         folder = Path(name, "prepared")
         folder.mkdir()
         with (folder / "tokens.bin").open("wb") as file:
@@ -94,7 +100,9 @@ def main(args: Args) -> str:
         sizes = {"tokens": sum(lengths), "documents": len(lengths)}
         sizes["vocab_size"] = vocab_size
         (folder / "prepared.json").write_text(json.dumps(sizes))
-        folder.rename(args.output)  # Last: what fails before leaves nothing.
+        # Last: what fails before leaves nothing.
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(output)
     return f"{args.output}: {sum(lengths):,} tokens of {len(lengths):,} documents"
 
 

@@ -19,7 +19,7 @@ STEPS, BATCH, ACCUMULATE = 20, 32, 2
 
 
 def make_source(shape: Shape, rows: int = 8 * BATCH):
-    """Documents of random lengths that count up in steps of their own, packed."""
+    """Windows of documents of random lengths that count up in steps of their own."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(3, 2 * shape.seq_len, 4 * rows)
     ends = np.cumsum(lengths)
@@ -29,7 +29,8 @@ def make_source(shape: Shape, rows: int = 8 * BATCH):
     documents = eqxshard.data.text.TokenArray(
         tokens, vocab_size=shape.vocab_size, ends=ends
     )
-    return eqxshard.data.text.PackedDocuments(documents, shape.seq_len)
+    seq_len = shape.seq_len
+    return eqxshard.data.text.Windows(documents, seq_len, stride=seq_len, documents=True)
 
 
 def start(mesh: str, shape: Shape = TINY, *, accumulate=ACCUMULATE, **options: Any):

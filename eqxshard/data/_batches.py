@@ -1,27 +1,20 @@
-"""Batches on the host, in three ways: of arrays, of examples, or as others make them.
+"""Batches on the host, of examples that have numbers.
 
-`ExampleBatches` makes them of examples that have numbers: the rows of arrays, or the
-elements of a `grain.MapDataset`. `BatchStream` takes whole batches, of a Grain dataset or
-of any iterable. Grain reads either ahead. Nothing here knows devices: `_loader.py` places
-what comes out of this file. *Row*, *place* and *step* are explained in `_order.py`; a
-*position* is a row's position in its batch.
+These are the rows of arrays, or the elements of a `grain.MapDataset`. Next door,
+`_stream.py` takes batches that others make. Grain reads either ahead. Neither knows
+devices: `_loader.py` places what comes out of them. *Row*, *place* and *step* are explained
+in `_order.py`; a *position* is a row's position in its batch.
 """
 
-import collections
 import functools
 import hashlib
 import sys
-import threading
 import traceback
 from collections.abc import (
     Callable,
-    Generator,
-    Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +24,9 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
 from .._errors import UsageError, UsageTypeError
-from ..distributed import allgather_json, is_main_process
 from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import GRAPHS, check_dtypes
-from ..sharding._text import first_few, say
+from ..sharding._text import first_few
 from ._order import Order, Steps
 from ._sources import ArraySource, Source, as_source, copied, empty
 
@@ -44,22 +36,10 @@ Arrays = dict[str, np.ndarray]
 Transform = Callable[[Arrays], Mapping[str, Any]]
 
 #: By default, so many threads read a Grain dataset of examples, a batch each.
-_THREADS = 16
+THREADS = 16
 
 #: Datasets of so many elements are endless: they were repeated without a number.
 _ENDLESS = 2**40
-
-#: At so many of the last steps a stream knows its iterator's state.
-_MARKS = 16
-
-#: How many examples of a dataset tell it from others.
-_DIGESTED = 4
-
-#: How many batches processes read before they tell each other how many they have.
-_GROUP = 8
-
-#: How long a closed iterator waits for its thread, which the user's code may block.
-_CLOSE_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -184,7 +164,7 @@ class ExampleBatches:
             ((rows,), (real,)) = self.padded(range(step, step + 1), self.positions)
             return self._finish(self.read(rows), real)
         except StopIteration as error:
-            raise _stopped(f"the batch of step {step}", error) from error
+            raise stopped(f"the batch of step {step}", error) from error
 
     def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""
@@ -236,10 +216,9 @@ def make_examples(
     if is_map_dataset(source):
         _check_has_numbers(source)
         places, length = len(source), finite_length(source)
-        # Not the seeds and the functions of the dataset, which are not to be had.
-        fingerprint = {"length": length, "examples": _digest(source)}
+        fingerprint: dict[str, Any] = {"length": length}
         read = functools.partial(read_examples, source)
-        number, threads = functools.partial(_number_in, places), _THREADS
+        number, threads = functools.partial(_number_in, places), THREADS
     else:
         source = as_source(source)
         rows = Order(len(source), **order)
@@ -260,7 +239,7 @@ def make_examples(
 
 def read_rows(source: Source, rows: Int[np.ndarray, " n"]) -> Arrays:
     """Some rows of a source, in memory that nothing else refers to."""
-    arrays = _checked("the source's gather", source.gather(rows), len(rows))
+    arrays = checked("the source's gather", source.gather(rows), len(rows))
     if type(source) is ArraySource:
         return arrays
     return {name: copied(array) for name, array in arrays.items()}
@@ -274,7 +253,7 @@ def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
     for number, example in zip(listed, examples):
         if not isinstance(example, Mapping) or not example:
             raise UsageTypeError(
-                f"example {number} of the dataset is {_kind(example)}; make each a dict "
+                f"example {number} of the dataset is {kind_of(example)}; make each a dict "
                 "of arrays and numbers, with .map(lambda x: {'x': x}), say; after "
                 ".filter(...), call .to_iter_dataset().batch(n), and leave batch_size= out."
             )
@@ -308,298 +287,27 @@ def _number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray
 def _stacked(name: str, entries: list[Any], numbers: list[int]) -> np.ndarray:
     arrays = [np.asarray(entry) for entry in entries]
     first = arrays[0]
+    if first.dtype.hasobject:
+        raise UsageTypeError(
+            f"{name!r} is {kind_of(entries[0])} in example {numbers[0]}; make each entry "
+            "an array or a number, with .map(...)."
+        )
     for number, array in zip(numbers, arrays):
         if array.shape != first.shape:
             raise UsageError(
                 f"{name!r} has the shape {first.shape} in example {numbers[0]} and "
                 f"{array.shape} in example {number}; pad or crop them to one shape with "
-                ".map(...), or pack them, as the data page shows."
+                ".map(...), or pack them. If these are batches, leave batch_size= out."
             )
     memory = empty((len(arrays), *first.shape), np.result_type(*arrays))
     return np.stack(arrays, out=memory)
-
-
-class BatchStream:
-    """Batches that others make: a Grain dataset of batches, or any iterable of them.
-
-    **Arguments:**
-
-    - `batches`: a `grain.MapDataset`, a `grain.IterDataset` or an iterable.
-    - `reading`: how they are read ahead.
-    - `transform`: as for the loader.
-    - `spans`: whether each of several processes has a part of each batch.
-    """
-
-    def __init__(
-        self, batches: Any, reading: Reading, transform: Transform | None, spans: bool
-    ):
-        self._batches = batches
-        self._reading = reading
-        self._transform = transform
-        self._spans = spans
-        #: The number of batches in a pass, if they have one.
-        self.length = finite_length(batches)
-        #: The last steps that were read.
-        self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
-
-    def marks(self) -> "list[Mark]":
-        """The steps of which the iterator's state is known, for `remember`."""
-        return [*self._marks]
-
-    def remember(self, marks: "Sequence[Mark]") -> None:
-        """Know the iterator's state at these steps, and no others."""
-        self._marks.clear()
-        self._marks.extend(marks)
-
-    def nearest(self, step: int) -> "Mark":
-        """The last step, up to this one, of which the iterator's state is known."""
-        if is_map_dataset(self._batches):
-            return Mark(step, None)
-        known = [mark for mark in self._marks if mark.step <= step]
-        return max(known, key=lambda mark: mark.step, default=Mark(0, None))
-
-    def first(self) -> Arrays:
-        """This process's part of the first batch; read for its shapes."""
-        iterator = _HostIterator(self._open(), self._transform)
-        with closing(iterator):
-            try:
-                return next(iterator)
-            except StopIteration:
-                raise _no_batches() from None
-
-    def batches(self, step: int) -> Generator[Arrays]:
-        """The batches from a step on, read ahead; close it to end its threads early."""
-        start = self.nearest(step)
-        iterator = _HostIterator(self._open(start.step), self._transform)
-        if start.state is not None:
-            iterator.set_state(start.state)
-        if step > start.step:
-            _say_again(step - start.step)
-            for _ in range(start.step, step):
-                iterator.skip()
-        ahead: Any = iterator
-        if self._reading.prefetch:
-            import grain
-
-            prefetch = grain.experimental.ThreadPrefetchDatasetIterator
-            ahead = prefetch(iterator, self._reading.prefetch)
-        try:
-            read = _read_in_groups if self._spans else _read
-            count = step
-            for arrays, state in read(ahead):
-                check_weights(arrays, whole=not self._spans)
-                count += 1
-                self._marks.append(Mark(count, state))
-                yield arrays
-            if count == 0:
-                raise _no_batches()
-        finally:
-            _close(ahead, iterator)
-
-    def _open(self, step: int = 0) -> Any:
-        """An iterator with `get_state` and `set_state`; only a `MapDataset`'s at `step`."""
-        if is_map_dataset(self._batches):
-            import grain
-
-            # Beyond its length, the dataset goes on with its next epoch.
-            steps = grain.MapDataset.range(step, sys.maxsize)
-            return self._reading.read(steps.map(self._batches.__getitem__), _THREADS)
-        if is_iter_dataset(self._batches):
-            return iter(self._reading.in_workers(self._batches))
-        return _Passes(self._batches, self.length)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A step of a stream, and the state of its iterator before that step's batch.
-
-    - `step`: the step.
-    - `state`: what the iterator's `get_state()` returned; `None` for the first batch.
-    """
-
-    step: int
-    state: Any
-
-
-def _no_batches() -> UsageError:
-    return UsageError(
-        "the dataset has no batches; look at its filters, and at the number of its "
-        "examples, where drop_remainder=True drops those that fill no batch."
-    )
-
-
-def _read(iterator: Any) -> Generator[tuple[Arrays, Any]]:
-    for arrays in iterator:
-        yield arrays, iterator.get_state()
-
-
-def _read_in_groups(iterator: Any) -> Generator[tuple[Arrays, Any]]:
-    """The same, until a process has no more: a step that one misses would never end."""
-    while True:
-        group: list[tuple[Arrays, Any]] = []
-        failure: Exception | None = None
-        try:
-            while len(group) < _GROUP:
-                group.append((next(iterator), iterator.get_state()))
-        except StopIteration:
-            pass
-        except Exception as error:
-            failure = error
-        everyone = allgather_json([len(group), failure and repr(failure)])
-        counts = [count for count, _ in everyone]
-        yield from group[: min(counts)]
-        if failure is not None:
-            raise failure
-        for process, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                raise UsageError(
-                    f"process {process} could not make its batches: {theirs}; look at its "
-                    "own output."
-                )
-        if max(counts) > min(counts):
-            fewest = counts.index(min(counts))
-            raise UsageError(
-                f"process {fewest} has fewer batches than process "
-                f"{counts.index(max(counts))}; give all processes the same number, with "
-                ".repeat(), say, or drop the last ones of the others."
-            )
-        if counts[0] < _GROUP:
-            return
-
-
-def _close(ahead: Any, iterator: "_HostIterator") -> None:
-    """End the thread that reads ahead, if there is one, and the iterator."""
-    if ahead is not iterator:
-        # It waits for the thread, which may wait for a batch that never comes.
-        closing = threading.Thread(target=ahead.close, daemon=True)
-        closing.start()
-        closing.join(_CLOSE_SECONDS)
-        if closing.is_alive():
-            return
-    iterator.close()
-
-
-class _HostIterator:
-    """The batches of an iterator, checked and copied, with its state."""
-
-    def __init__(self, batches: Any, transform: Transform | None):
-        self._batches = batches
-        self._transform = transform
-
-    def __iter__(self) -> "_HostIterator":
-        return self
-
-    def __next__(self) -> Arrays:
-        batch = next(self._batches)
-        try:
-            return self._finish(batch)
-        except StopIteration as error:
-            raise _stopped("a batch", error) from error
-
-    def skip(self) -> None:
-        """Read a batch, and throw it away."""
-        next(self._batches, None)
-
-    def get_state(self) -> Any:
-        return self._batches.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._batches.set_state(state)
-
-    def close(self) -> None:
-        # Generators and Grain's iterators have one; others may.
-        getattr(self._batches, "close", lambda: None)()
-
-    def _finish(self, batch: Any) -> Arrays:
-        if not isinstance(batch, Mapping) or not batch:
-            raise UsageTypeError(
-                f"the dataset gave {_kind(batch)} for a batch; give dicts of arrays by "
-                "name, such as {'x': x, 'y': y}."
-            )
-        # CPU devices would share memory that the iterator may fill again. (np.array would
-        # ask tensors for the copy, which some refuse with a warning.)
-        arrays = {name: copied(_array(name, x)) for name, x in batch.items()}
-        rows = {array.shape[:1] for array in arrays.values()}
-        if len(rows) > 1 or () in rows:
-            shapes = {name: array.shape for name, array in arrays.items()}
-            raise UsageError(
-                f"a batch has the shapes {shapes}; give all arrays of a batch the same "
-                "number of rows, or, if these are examples, give the loader batch_size= "
-                f"or call .batch(n) ({GRAPHS})."
-            )
-        return finished(arrays, self._transform)
-
-
-class _Passes:
-    """Reads an iterable of batches: again and again if it has a length, else once.
-
-    Its state is the number of batches read and, where the iterable's own iterator has a
-    state, that.
-    """
-
-    def __init__(self, batches: Iterable[Any], length: int | None):
-        self._batches = batches
-        self._length = length
-        self._iterator: Any = None
-        self._count = 0
-
-    def __next__(self) -> Any:
-        at = self._count % self._length if self._length else self._count
-        if at == 0 or self._iterator is None:
-            self.close()
-            self._iterator = iter(self._batches)
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            if self._length is None:
-                raise
-            raise UsageError(
-                f"the iterable ended after {at} batches, and its len() is {self._length}; "
-                "give the number of batches that it has."
-            ) from None
-        self._count += 1
-        return batch
-
-    def get_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"batches": self._count}
-        if hasattr(self._iterator, "get_state"):
-            state["iterator"] = self._iterator.get_state()
-        return state
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        self._iterator = iter(self._batches)
-        if state.get("iterator") is None:
-            _say_again(state["batches"])
-            for _ in range(state["batches"]):
-                next(self)
-        elif hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(state["iterator"])
-            self._count = state["batches"]
-        else:
-            raise UsageError(
-                f"the batches of step {state['batches']} were of an iterator with a state, "
-                f"and a {type(self._iterator).__name__} has no set_state(); make the "
-                "loader as it was."
-            )
-
-    def close(self) -> None:
-        getattr(self._iterator, "close", lambda: None)()
-
-
-def _say_again(count: int) -> None:
-    if count and is_main_process():
-        say(
-            f"reading {count:,} batches again, to go on with the next one; an iterator "
-            "with get_state() and set_state(state) would go there at once.",
-            sys.stderr,
-        )
 
 
 def finished(arrays: Arrays, transform: Transform | None) -> Arrays:
     """The rows of a batch after its transform, checked."""
     if transform is not None:
         size, ours = len(next(iter(arrays.values()))), dict(arrays)
-        made = _checked("the transform", transform(arrays), size)
+        made = checked("the transform", transform(arrays), size)
         # The transform may have made the others in memory that it uses again.
         arrays = {
             name: array if array is ours.get(name) else copied(array)
@@ -646,7 +354,7 @@ def finite_length(source: Any) -> int | None:
     return None if length >= _ENDLESS else length
 
 
-def _stopped(what: str, error: StopIteration) -> RuntimeError:
+def stopped(what: str, error: StopIteration) -> RuntimeError:
     """Another error for `StopIteration`, which would be taken for the end."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return RuntimeError(
@@ -655,11 +363,11 @@ def _stopped(what: str, error: StopIteration) -> RuntimeError:
     )
 
 
-def _checked(who: str, arrays: Any, count: int) -> Arrays:
+def checked(who: str, arrays: Any, count: int) -> Arrays:
     """The entries of some examples, as arrays of as many rows."""
     if not isinstance(arrays, Mapping):
-        raise UsageTypeError(f"{who} returned {_kind(arrays)}; return a dict of arrays.")
-    found = {name: _array(name, entry) for name, entry in arrays.items()}
+        raise UsageTypeError(f"{who} returned {kind_of(arrays)}; return a dict of arrays.")
+    found = {name: as_array(name, entry) for name, entry in arrays.items()}
     for name, array in found.items():
         if array.shape[:1] != (count,):
             raise UsageError(
@@ -669,7 +377,7 @@ def _checked(who: str, arrays: Any, count: int) -> Arrays:
     return found
 
 
-def _array(name: str, entry: Any) -> np.ndarray:
+def as_array(name: str, entry: Any) -> np.ndarray:
     """An entry of a batch as an array; refuse a list of rows of several shapes."""
     try:
         return np.asarray(entry)
@@ -693,18 +401,27 @@ def _ragged(name: str, shapes: set[tuple[int, ...]]) -> UsageError:
     )
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _digest(dataset: Any) -> str:
-    """A short text that tells a `grain.MapDataset` from others, of its first examples."""
-    arrays = read_examples(dataset, np.arange(min(_DIGESTED, len(dataset))))
+def parts_of(dataset: Any) -> list[Any]:
+    """A dataset of Grain's, and all that it is made of."""
+    return [dataset, *(part for each in dataset.parents for part in parts_of(each))]
+
+
+def describe_part(part: Any) -> str:
+    """The kind of a part, and how many elements it has."""
+    length = f" of {len(part)}" if is_map_dataset(part) else ""
+    return f"{type(part).__name__}{length}"
+
+
+def digest_of_first(dataset: Any) -> str:
+    """A short text that tells a `grain.MapDataset` from others, of its first example."""
     found = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
+    for name, array in sorted(read_examples(dataset, np.arange(1)).items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())
-        values = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        found.update(values)
+        found.update(array.tobytes())
     return found.hexdigest()[:16]
 
 

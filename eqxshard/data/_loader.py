@@ -6,7 +6,6 @@
 import atexit
 import contextlib
 import dataclasses
-import json
 import operator
 import sys
 import warnings
@@ -24,29 +23,33 @@ from .._errors import UsageError, UsageTypeError
 from ..distributed import (
     allgather_json,
     assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
     spans_processes,
 )
-from ..sharding._batch_weights import WEIGHT
-from ..sharding._leaves import check_integers, format_array
+from ..sharding._batch_weights import WEIGHT, check_weights
+from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ..sharding._placement import from_host
-from ..sharding._text import first_few
 from ..training._device_batches import DeviceBatches
 from ._batches import (
     Arrays,
-    BatchStream,
     ExampleBatches,
-    Mark,
     Reading,
     Transform,
+    digest_of_first,
     is_iter_dataset,
     is_map_dataset,
     make_examples,
+    parts_of,
     whole_shapes,
 )
+from ._entries import FirstEntries
+from ._options import check_numbers, check_order, check_placement, check_reading
 from ._order import Sampler, Steps
 from ._resident import ResidentDataset
 from ._sources import Source, check_batches
+from ._stream import BatchStream, Mark
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
@@ -164,11 +167,11 @@ class Loader:
         placement: Placement = "host",
     ):
         check_is_mesh(mesh)
-        _check_numbers(seed, epochs, prefetch, workers)
-        _check_order(source, batch_size, seed, shuffle, sampler)
-        _check_reading(source, read_options, workers)
+        check_numbers(seed, epochs, prefetch, workers)
+        check_order(source, batch_size, seed, shuffle, sampler)
+        check_reading(source, read_options, workers)
         is_arrays = batch_size is not None and not is_map_dataset(source)
-        _check_placement(placement, is_arrays, transform, workers)
+        check_placement(placement, is_arrays, transform, workers)
         self._sharding = batch_sharding(mesh)
         self._mesh = mesh
         self._spans_processes = spans_processes(mesh.devices.flat)
@@ -186,6 +189,9 @@ class Loader:
                 source, self._reading, transform, self._spans_processes
             )
             self._fingerprint: dict[str, Any] = {"processes": jax.process_count()}
+            if is_iter_dataset(source):
+                # Each of them has a part of the dataset, and a position in it.
+                self._fingerprint["workers"] = workers
             self._assert_same({"length": self._stream.length, "epochs": epochs})
         else:
             # Python's own integers, also if NumPy's were given: state() must be JSON.
@@ -201,6 +207,10 @@ class Loader:
                 sampler=sampler,
             )
             self._assert_same({**self._fingerprint, "batch_size": size})
+            if is_map_dataset(source):
+                self._check_is_whole(source)
+                # Grain does not tell the seeds of a dataset.
+                self._fingerprint["first"] = self._digest_of_first(source)
             self._hold(size)
             self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
@@ -209,7 +219,7 @@ class Loader:
                 self._examples, self._fingerprint["length"], mesh
             )
         self._full_weight: Array | None = None
-        self._first = _FirstEntries(
+        self._first = FirstEntries(
             "give all batches the same entries, shapes and dtypes; drop the last one of an "
             f"epoch (drop_remainder=True), or pad it with rows whose {WEIGHT!r} is 0"
             if self._examples is None
@@ -227,6 +237,38 @@ class Loader:
     def _assert_same(self, facts: dict[str, Any]) -> None:
         if self._spans_processes:
             assert_same_on_all_processes("loader", facts)
+
+    def _check_is_whole(self, dataset: Any) -> None:
+        """Refuse a dataset of which each process has another part."""
+        if not self._spans_processes:
+            return
+        # Without the names of functions, which have paths: these may differ.
+        parts = [str(part).partition("(transform=")[0] for part in parts_of(dataset)]
+        if any(theirs != parts for theirs in allgather_json(parts)):
+            raise UsageError(
+                "the dataset is not the same in all processes; give each of them the whole "
+                "of it, of which the loader reads the rows of its devices, or call "
+                ".batch(n) on the parts, and leave batch_size= out."
+            )
+
+    def _digest_of_first(self, dataset: Any) -> str:
+        """The digest of a dataset's first example, which process 0 reads for all."""
+        if not self._spans_processes:
+            return digest_of_first(dataset)
+        digest, failure = None, None
+        if is_main_process():
+            try:
+                digest = digest_of_first(dataset)
+            except Exception as error:
+                failure = error
+        digest = broadcast_from_first(digest)
+        if failure is not None:
+            raise failure
+        if digest is None:
+            raise UsageError(
+                "process 0 could not read the dataset's first example; look at its output."
+            )
+        return digest
 
     def _hold(self, size: int) -> None:
         """Place batches of as many rows from now on."""
@@ -294,25 +336,27 @@ class Loader:
                 "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
-        batches = self._batches(range(self._step, self._stop), self._examples)
+        # Not later, as somebody may move the loader before the first batch is read.
+        start = None if self._stream is None else self._stream.nearest(self._step)
+        batches = self._batches(range(self._step, self._stop), self._examples, start)
         _ITERATORS.add(batches)
         return batches
 
     def _batches(
-        self, steps: range, examples: ExampleBatches | None
+        self, steps: range, examples: ExampleBatches | None, start: Mark | None
     ) -> Generator[dict[str, Array], None, None]:
         made: Any
         if self._resident is not None and examples is not None:
             made = self._resident.batches(examples, steps)
         else:
-            made = self._placed(steps, examples)
+            made = self._placed(steps, examples, start)
         with closing(made) as batches:
             for step, batch in zip(steps, batches):
                 self._step = step + 1
                 yield batch
 
     def _placed(
-        self, steps: range, examples: ExampleBatches | None
+        self, steps: range, examples: ExampleBatches | None, start: Mark | None
     ) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps, read on the host and placed on the devices."""
         if not steps:
@@ -320,20 +364,20 @@ class Loader:
         if examples is not None:
             host: Any = examples.batches(steps, self._reading)
         else:
-            assert self._stream is not None
-            host = self._stream.batches(steps.start)
+            assert self._stream is not None and start is not None
+            host = self._stream.batches(start, steps.start, self._check)
         pads = examples is not None and examples.pads
         with closing(host):
             for step, arrays in zip(steps, host):
-                # Here and not ahead, as jax.enable_x64 may hold for this thread only.
-                check_integers(arrays)
-                entries = arrays
-                if pads and WEIGHT in arrays:
-                    # Full batches have none yet.
-                    entries = {n: x for n, x in arrays.items() if n != WEIGHT}
-                self._first.check(entries, step)
-                if examples is None:
-                    self._hold(self._rows_of(arrays))
+                if examples is not None:
+                    # Full batches have no weights yet.
+                    entries = arrays
+                    if pads and WEIGHT in arrays:
+                        entries = {n: x for n, x in arrays.items() if n != WEIGHT}
+                    self._check(entries, step)
+                elif (rows := self._rows_of(arrays)) != self._size:
+                    self._check_rows(rows, self._expected_size)
+                    self._hold(rows)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if pads and WEIGHT not in batch:
                     # One for all full batches, until somebody donates it.
@@ -348,6 +392,14 @@ class Loader:
                     "call loader.seek(0) to start again.",
                     stacklevel=2,
                 )
+
+    def _check(self, arrays: Arrays, step: int) -> None:
+        """Refuse a batch that devices cannot hold, or that is not like the first one."""
+        # Not where it is read ahead, as jax.enable_x64 may hold for this thread only.
+        check_integers(arrays)
+        self._first.check(arrays, step)
+        if self._stream is not None:
+            check_weights(arrays, whole=not self._spans_processes)
 
     def _place(self, array: np.ndarray) -> Array:
         """A batch's array, of which this process holds the rows at its positions."""
@@ -377,14 +429,17 @@ class Loader:
         if self._spans_processes:
             assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
         check_batch_size(rows, self._mesh)
-        if self._expected_size not in (None, rows):
-            raise UsageError(
-                f"the batches have {rows} rows, and those before had "
-                f"{self._expected_size}, so the saved position is of other examples; make "
-                "batches of as many rows, or give the loader a grain.MapDataset of "
-                "examples and batch_size=, which can change."
-            )
         return rows
+
+    def _check_rows(self, rows: int, before: int | None) -> None:
+        """Refuse batches of other sizes than those before the position."""
+        if before not in (None, rows):
+            raise UsageError(
+                f"the batches have {rows} rows, and those before had {before}, so the "
+                "saved position is of other examples; make batches of as many rows, or "
+                "give the loader a grain.MapDataset of examples and batch_size=, which "
+                "can change."
+            )
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -492,8 +547,7 @@ class Loader:
         if self._examples is not None:
             return state | {"examples": self._examples.steps.examples_before(step)}
         assert self._stream is not None
-        mark = self._stream.nearest(step)
-        own = [mark.step, _as_json(mark.state)]
+        own = self._stream.position(step)
         states = allgather_json(own) if self._spans_processes else [own]
         return state | {"rows": self._size or self._expected_size, "states": states}
 
@@ -537,7 +591,7 @@ class Loader:
         else:
             assert self._stream is not None
             own = state["states"][jax.process_index() if self._spans_processes else 0]
-            self._stream.remember([Mark(own[0], _from_json(own[1]))])
+            self._stream.restore(own)
             self._expected_size, self._size = state["rows"], None
             self._positions = np.arange(0)
         self._step = step
@@ -563,69 +617,6 @@ def _close_iterators() -> None:
             each.close()
 
 
-class _FirstEntries:
-    """Refuses batches whose entries are not those of the first one.
-
-    Steps compile for these.
-
-    **Arguments:**
-
-    - `remedy`: what to do about one that differs.
-    """
-
-    def __init__(self, remedy: str):
-        self._remedy = remedy
-        #: The step of the first batch and its entries, and those last accepted.
-        self._first: tuple[int, dict[str, str]] | None = None
-        self._accepted: dict[str, tuple[np.dtype, tuple[int, ...]]] | None = None
-
-    def check(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Raise `ValueError` if the batch of a step has other names, shapes or dtypes."""
-        found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        if found == self._accepted:
-            return
-        now = {name: _format(array) for name, array in arrays.items()}
-        if self._first is None:
-            self._first = step, now
-        first_step, first = self._first
-        changes = [f"{name!r} is missing" for name in first if name not in now]
-        changes += [f"{name!r} is new" for name in now if name not in first]
-        changes += [
-            f"{name!r} was {first[name]} and is {entry}"
-            for name, entry in now.items()
-            if first.get(name, entry) != entry
-        ]
-        if changes:
-            raise UsageError(
-                f"the batch of step {step} is not like that of step {first_step}: "
-                f"{first_few(changes)}; {self._remedy}."
-            )
-        self._accepted = found
-
-
-def _format(array: np.ndarray) -> str:
-    # Of int64 and int32, devices make the same.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return format_array(jax.ShapeDtypeStruct(array.shape, dtype))
-
-
-def _as_json(state: Any) -> Any:
-    """The state of an iterator as JSON values. (Grain's `DataLoader` has bytes of JSON.)"""
-    state = {"bytes": state.decode()} if isinstance(state, bytes) else state
-    try:
-        return json.loads(json.dumps(state, default=np.ndarray.item))
-    except TypeError as error:
-        raise UsageError(
-            f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
-            "cannot keep it; return dicts, lists, numbers and strings from get_state()."
-        ) from None
-
-
-def _from_json(state: Any) -> Any:
-    is_bytes = isinstance(state, Mapping) and [*state] == ["bytes"]
-    return state["bytes"].encode() if is_bytes else state
-
-
 def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise `ValueError` if two fingerprints differ."""
     differ = [name for name in ours if theirs.get(name) != ours[name]]
@@ -640,7 +631,7 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         )
     changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
     remedy = "make the loader as it was, or start a new run"
-    if differ == ["examples"]:
+    if differ == ["first"]:
         remedy = (
             "make the dataset with the seed and the transforms that it had, and draw "
             "random numbers in .random_map(...) only, whose generators Grain seeds"
@@ -656,69 +647,4 @@ def _check_divides(remainder: str, steps: Steps, step: int) -> None:
             f"batches of {steps.size} leave {steps.remainder} examples of epoch "
             f"{steps.place(step)[0]} over, which goes on at step {step}; use a batch size "
             "that divides the rest of it, or go on from the end of an epoch."
-        )
-
-
-def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed={seed} must be between 0 and 2**32 - 1.")
-    least = {"epochs": (epochs, 1), "prefetch": (prefetch, 0), "workers": (workers, 0)}
-    for name, (value, smallest) in least.items():
-        if value is not None and value < smallest:
-            raise UsageError(f"{name}={value} must be at least {smallest}.")
-
-
-def _check_order(
-    source: Any, batch_size: int | None, seed: int, shuffle: bool, sampler: Any
-) -> None:
-    """Refuse what decides the order of arrays, for datasets that have an order."""
-    if not isinstance(sampler, Sampler | None):
-        raise UsageTypeError(
-            f"a {type(sampler).__name__} is not a sampler; give something with "
-            "__len__() and rows(examples, seed, epoch)."
-        )
-    if sampler is not None and not shuffle:
-        raise UsageError(
-            "shuffle=False has no meaning with a sampler, which decides the order; "
-            "leave it out."
-        )
-    if batch_size is None or is_map_dataset(source) or is_iter_dataset(source):
-        for name, value in {"seed": seed or None, "sampler": sampler}.items():
-            if value is not None:
-                raise UsageError(
-                    f"{name}= is for arrays, and a {type(source).__name__} has an order of "
-                    "its own; leave it out, and call .seed(...) and .shuffle() on a "
-                    "dataset of Grain's."
-                )
-
-
-def _check_reading(source: Any, read_options: Any, workers: int) -> None:
-    """Refuse what Grain does, for iterables that Grain does not read."""
-    is_grain = is_map_dataset(source) or is_iter_dataset(source)
-    is_iterable = not is_grain and not isinstance(source, Source | Mapping)
-    if read_options is not None and not is_map_dataset(source):
-        raise UsageError(
-            f"read_options= is for a grain.MapDataset, and this is a "
-            f"{type(source).__name__}; give prefetch=, or give them to "
-            ".to_iter_dataset(...)."
-        )
-    if workers and is_iterable:
-        raise UsageError(
-            f"workers= cannot divide the work of a {type(source).__name__}; leave it out, "
-            "and use the workers that it has itself."
-        )
-
-
-def _check_placement(placement: str, is_arrays: bool, transform: Any, workers: int) -> None:
-    if placement not in ("host", "device"):
-        raise UsageError(f"placement={placement!r} is not 'host' or 'device'.")
-    if placement == "device" and not is_arrays:
-        raise UsageError(
-            "placement='device' is for arrays, all of which are on each device; read the "
-            "dataset into arrays, or use placement='host'."
-        )
-    if placement == "device" and (transform is not None or workers):
-        raise UsageError(
-            "placement='device' cannot run transform= or workers=, which need the host; do "
-            "their work in the loss function or in the source, or use placement='host'."
         )

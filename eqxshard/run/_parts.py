@@ -12,7 +12,6 @@ from jaxtyping import Array, Key, PyTree
 from .._errors import UsageError
 from ..compiled._findings import Lint
 from ..data._batches import (
-    BatchStream,
     Reading,
     Transform,
     is_map_dataset,
@@ -22,6 +21,7 @@ from ..data._batches import (
 from ..data._loader import Loader, Remainder
 from ..data._order import Sampler, Steps
 from ..data._sources import Source
+from ..data._stream import BatchStream
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
 from ..loop._clock import Part

@@ -170,10 +170,9 @@ def test_a_pass_of_another_length_is_an_error():
     says = r"ended after 5 batches, and its len\(\) is 7; give"
     with pytest.raises(ValueError, match=says):
         take(stream(Passes(five, 7)))
-    with pytest.raises(ValueError, match="ended after 0 batches"):
-        take(stream(Passes(list, 7)))
-    with pytest.raises(ValueError, match="the dataset has no batches; look at its filt"):
-        take(stream(Again(list)))
+    for empty in (Passes(list, 7), Again(list), []):
+        with pytest.raises(ValueError, match="the dataset has no batches; look at its fil"):
+            take(stream(empty))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -305,6 +304,11 @@ for batch, other in zip(*placed, strict=True):
         for shard, same in zip(batch[name].addressable_shards, array.addressable_shards):
             np.testing.assert_array_equal(shard.data, same.data)
 
+try:
+    eqxshard.Loader(examples[number::2], batch_size=8, mesh=mesh)
+except ValueError as error:
+    print(error)
+
 uneven = eqxshard.Loader([{"x": np.arange(4 + 4 * number)}], mesh=mesh)
 try:
     next(iter(uneven))
@@ -321,6 +325,7 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     out = capsys.readouterr().out
     says = "differ in batch rows: 8 in process 0; 16 in process 1. Start all of them alike"
     assert out.count(says) == 2, out
+    assert out.count("the dataset is not the same in all processes; give each") == 2, out
 
 
 def test_batches_of_other_sizes_do_not_go_on():
@@ -333,10 +338,34 @@ def test_batches_of_other_sizes_do_not_go_on():
     again = stream(batches(8))
     again.restore(state)
     assert read(again, 1) == [[*range(16, 24)]]
-    other = stream(batches(16))
-    other.restore(state)
-    with pytest.raises(ValueError, match=r"have 16 rows, and those before had 8, so .*;"):
-        take(other, 1)
+    says = "have 16 rows, and those before had 8, so .*; make batches of as many"
+    with pytest.raises(ValueError, match="RangeMapDataset of 96"):
+        stream(batches(16)).restore(state)
+    wide = stream([{"x": np.arange(16)}] * 6)
+    wide.restore(stream([{"x": np.arange(8)}] * 12).state() | {"step": 1, "rows": 8})
+    with pytest.raises(ValueError, match=says):
+        take(wide, 1)
+
+
+def test_a_position_of_another_pipeline_is_an_error():
+    def batches():
+        examples = grain.MapDataset.range(96).seed(0).shuffle().map(lambda x: {"x": x})
+        kept = examples.to_iter_dataset().filter(lambda entries: entries["x"] % 2 == 0)
+        return kept.batch(8, drop_remainder=True)
+
+    loader = stream(batches())
+    third = read(loader, 3)[2]
+    loader.seek(2)
+    state = json.loads(json.dumps(loader.state()))
+    again = stream(batches())
+    again.restore(state)
+    assert read(again, 1) == [third]
+    longer = grain.MapDataset.range(97).map(lambda x: {"x": x}).to_iter_dataset()
+    for other in (batches().filter(lambda batch: True), longer.batch(8)):
+        with pytest.raises(ValueError, match=r"a dataset made of .*, and this one is"):
+            stream(other).restore(state)
+    with pytest.raises(ValueError, match="workers was 0 and is 2; make the loader as it"):
+        stream(batches(), workers=2).restore(state)
 
 
 # Mistakes

@@ -198,12 +198,13 @@ def test_out_of_memory_in_a_step_that_still_runs_names_the_steps(monkeypatch):
 
 
 def test_a_host_without_memory_says_which_batch_and_saves_the_state(tmp_path, caplog):
-    def batches():
-        for wide in (1, 1, 1, 10**13):
-            yield {"x": np.ones((8, 4, wide), np.float32)[..., 0]}
+    class Batches:
+        def __iter__(self):
+            for wide in (1, 1, 1, 10**13):
+                yield {"x": np.ones((8, 4, wide), np.float32)[..., 0]}
 
     state, train_step = fresh()
-    loader = eqxshard.data.from_iterator(batches, mesh=state.step.sharding.mesh)
+    loader = eqxshard.Loader(Batches(), mesh=state.step.sharding.mesh)
     checkpointer = eqxshard.Checkpointer(tmp_path)
     with pytest.raises(MemoryError, match="Unable to allocate") as caught:
         eqxshard.fit(state, train_step, loader, steps=6, checkpointer=checkpointer)

@@ -65,7 +65,7 @@ def test_an_evaluation_needs_a_length():
         def __iter__(self):
             yield from make_loader()
 
-    with pytest.raises(ValueError, match="needs a loader with a length, and this Endless"):
+    with pytest.raises(ValueError, match="needs a loader with an end, and this Endless"):
         eqxshard.evaluate(None, lambda model, batch: batch, Endless())
 
 

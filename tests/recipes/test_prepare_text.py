@@ -56,9 +56,64 @@ def test_documents_are_encoded_whole_and_the_recipe_writes_them(files, capsys, m
     for start, end, text in zip([0, *ends[:-1]], ends, DOCUMENTS, strict=True):
         assert ids[end - 1] == 0 and 0 not in ids[start : end - 1]
         assert tokenizer.decode(ids[start : end - 1].tolist()) == text
-    assert len(open_corpus("prepared", valid=0.1).valid) == ends[2] - ends[1]
+    corpus = open_corpus("prepared", valid=0.1)
+    assert len(corpus.train) == int(0.9 * len(tokens))
+    assert len(corpus.train) + len(corpus.valid) == len(tokens)
     # Once.
     assert_refused(prepare(capsys, monkeypatch), "there is a prepared")
+
+
+def decoded(folder):
+    """The documents of a prepared folder, as text."""
+    tokens = TokenFiles(folder)
+    ids = tokens.take(np.arange(len(tokens)))
+    tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    parts = np.split(ids, tokens.ends()[:-1])
+    return [tokenizer.decode(part[:-1].tolist()) for part in parts]
+
+
+def test_text_keeps_its_line_ends_and_loses_byte_order_marks(files, capsys, monkeypatch):
+    mark = b"\xef\xbb\xbf"
+    lines = "one\r\ntwo\rthree\u2028four\n"
+    Path("c.txt").write_bytes(mark + lines.encode())
+    # Lines of JSON end with line feeds only.
+    line = json.dumps({"text": "the\u2028cat\u0085"}, ensure_ascii=False).encode()
+    Path("d.jsonl").write_bytes(mark + line + b"\r\n" + mark + b'\r\n{"text": "sat"}')
+    Path("E.JSONL").write_bytes(b'{"text": "mat"}\n{"text": "on"}\n')
+    more = ["c.txt", "d.jsonl", "E.JSONL"]
+    assert prepare(capsys, monkeypatch, more=more)[0] == 0
+    expected = [lines, "the\u2028cat\u0085", "sat", "mat", "on"]
+    assert decoded("prepared")[3:] == expected
+
+
+def content(folder):
+    """The files below a folder and what is in them, and its folders."""
+    paths = sorted(Path(folder).rglob("*"))
+    return [(path, path.is_file() and path.read_bytes()) for path in paths]
+
+
+def test_what_is_there_is_never_touched(files, capsys, monkeypatch):
+    Path("mine").mkdir()
+    Path("mine/tokenizer.json").write_text("mine")
+    Path("mine/tokens.bin").write_text("mine")
+    Path("empty").mkdir()
+    Path("link").symlink_to("nowhere")
+    Path("bad.jsonl").write_text("{}")
+    before = content(".")
+    for name in ("mine", "empty", "a.txt", "link"):
+        refused = prepare(capsys, monkeypatch, "--output", name)
+        assert_refused(refused, f"there is a {name}; delete it, or give another --output")
+    refused = prepare(capsys, monkeypatch, "--output", "a.txt/b/out")
+    assert_refused(refused, "a.txt is not a folder; give another --output")
+    # Also beside the output, and no folder is left of what failed.
+    for name in ("new/folder/out", "mine/out"):
+        refused = prepare(capsys, monkeypatch, "--output", name, more=["bad.jsonl"])
+        assert_refused(refused, "line 1 of bad.jsonl is not a document")
+    assert content(".") == before
+    for name in ("new/folder/out", "mine/out"):
+        assert prepare(capsys, monkeypatch, "--output", name)[0] == 0
+        assert decoded(name) == DOCUMENTS
+    assert [x for x in content(".") if x in before] == before
 
 
 @pytest.mark.slow
@@ -82,6 +137,9 @@ MISTAKES = {
     b'{"text": "a"}\n{"words": "b"}\n': "line 2 of c.jsonl is not a document in UTF-8 (Key",
     b'{"text": null}\n': "line 1 of c.jsonl is not a document",
     b'{"text": "\xff"}\n': "line 1 of c.jsonl is not a document",
+    b'{"text": "\\ud800"}\n': "line 1 of c.jsonl is not a document in UTF-8 (UnicodeE",
+    b'{"text": "a"}\n' + b"[" * 99_999: "line 2 of c.jsonl is not a document in UTF-8 (Rec",
+    '{"text": "a"}\n'.encode("utf-16"): "line 1 of c.jsonl is not a document",
 }
 
 

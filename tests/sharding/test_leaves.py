@@ -1,6 +1,7 @@
 from typing import Any
 
 import equinox as eqx
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,24 +113,18 @@ def test_errors_say_how_to_convert_numbers_that_jax_lacks(state, unannotated, re
         source = eqxshard.data.ArraySource({"x": x})
         return next(iter(eqxshard.Loader(source, **options, **placement)))
 
-    def load_mixed(x):
-        source = eqxshard.data.ArraySource({"x": x})
-        mixture = eqxshard.data.Mixture({"a": (source, 1)})
-        return next(iter(eqxshard.Loader(mixture, **options)))
-
     def load_records(x):
-        source = eqxshard.data.RecordSource(x, lambda row: {"x": row})
-        return next(iter(eqxshard.Loader(source, **options)))
+        dataset = grain.MapDataset.source(x).map(lambda row: {"x": row})
+        return next(iter(eqxshard.Loader(dataset, batch_size=8, mesh=mesh)))
 
-    def load_iterator(x):
-        batches = eqxshard.data.from_iterator(lambda: iter([{"x": x}]), mesh=mesh)
-        return next(iter(batches))
+    def load_batches(x):
+        return next(iter(eqxshard.Loader([{"x": x}], mesh=mesh)))
 
     def load_transformed(x):
         source = eqxshard.data.ArraySource({"i": np.arange(8)})
         return next(iter(eqxshard.Loader(source, **options, transform=lambda b: {"x": x})))
 
-    ways = [load, load_mixed, load_iterator, load_transformed]
+    ways = [load, load_batches, load_transformed]
     ways += [lambda x: load(x, placement="device"), lambda x: STEP(state, {"x": x})]
     ways += [lambda x: eqxshard.filter_shard({"x": x}, PLACE)]
     # NumPy has stacked the rows of others in JAX's byte order, or as scalars.

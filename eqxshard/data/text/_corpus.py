@@ -1,5 +1,6 @@
 """A text to train on and one to evaluate on, from whatever holds them."""
 
+import codecs
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,13 @@ def open_corpus(path: str | os.PathLike[str], *, valid: float = 0.1) -> Corpus:
 
     - `path`: one of
         - a file of text, `.txt`, whose tokens are its bytes, those of an
-            [`eqxshard.data.text.ByteTokenizer`][];
+            [`eqxshard.data.text.ByteTokenizer`][] (a byte-order mark is left out);
         - a folder of prepared text, such as `recipes/prepare_text.py` writes;
         - a folder with two such folders, `train` and `valid`;
         - a folder with `train.bin` and `val.bin`, as nanoGPT prepares them.
     - `valid`: the part of the tokens to evaluate on, from the end, where `path` does not
-        say. A folder is split where the nearest document ends.
+        say. Of `n` tokens, the first `int(n * (1 - valid))` are to train on. A document
+        that this cuts is shorter in both parts.
 
     **Returns:**
 
@@ -58,8 +60,8 @@ def open_corpus(path: str | os.PathLike[str], *, valid: float = 0.1) -> Corpus:
     **Raises:**
 
     `FileNotFoundError` if there is nothing at the path; `ValueError` if it is none of
-    these, holds no tokens or damaged ones, or `valid` is not between 0 and 1, or no
-    document ends near there.
+    these, holds no tokens or damaged ones, or `valid` is not between 0 and 1, or leaves
+    no token for one of the parts.
 
     !!! Example
 
@@ -76,10 +78,10 @@ def open_corpus(path: str | os.PathLike[str], *, valid: float = 0.1) -> Corpus:
         )
     if path.is_file() and path.suffix == ".txt":
         with open_file(path) as file:
-            return _split_text(file.read(), valid, path.stem)
+            text = file.read().removeprefix(codecs.BOM_UTF8)
+        return _split_text(text, valid, path.stem)
     if is_prepared(path):
-        tokens = TokenFiles(path)
-        cut = _cut(tokens, valid)
+        cut = _cut(len(TokenFiles(path)), valid, str(path))
         train, held_out = TokenFiles(path, stop=cut), TokenFiles(path, start=cut)
     else:
         train, held_out = map(TokenFiles, _find_parts(path))
@@ -124,7 +126,7 @@ def _split_text(text: bytes, valid: float, name: str) -> Corpus:
     if not text:
         raise UsageError(f"the text {name} is empty; give one with at least a character.")
     tokens = np.frombuffer(text, np.uint8)
-    cut = int(len(tokens) * (1 - valid))
+    cut = _cut(len(tokens), valid, name)
     train, held_out = (
         TokenArray(part, vocab_size=ByteTokenizer.vocab_size)
         for part in (tokens[:cut], tokens[cut:])
@@ -132,21 +134,16 @@ def _split_text(text: bytes, valid: float, name: str) -> Corpus:
     return Corpus(train, held_out, name)
 
 
-def _cut(tokens: TokenFiles, valid: float) -> int:
-    """Where the held-out part of tokens starts: after a document, or in the only one."""
-    cut = int(len(tokens) * (1 - valid))
-    ends = tokens.ends()[:-1]
-    if not len(ends):
-        return cut
-    nearest = int(ends[np.abs(ends - cut).argmin()])
-    share = 1 - nearest / len(tokens)
-    if abs(share - valid) > min(valid, 1 - valid) / 2:
+def _cut(count: int, valid: float, name: str) -> int:
+    """The number of tokens to train on."""
+    cut = int(count * (1 - valid))
+    if not 0 < cut < count:
         raise UsageError(
-            f"no document of {tokens.path} ends near the last {valid:.1%} of its tokens: "
-            f"the nearest split would hold out {share:.1%}; ask for valid={share:.4f}, or "
-            "prepare two folders, train and valid."
+            f"{name} has {count:,} tokens, of which valid={valid} would leave {cut:,} to "
+            f"train on and {count - cut:,} to evaluate on; give another valid, or a longer "
+            "text."
         )
-    return nearest
+    return cut
 
 
 def _find_parts(folder: Path) -> tuple[Path, Path]:

@@ -1,15 +1,7 @@
-"""Examples of text: windows, wherever documents end, and packed documents.
-
-Glossary of packing:
-
-- a *piece* is a document, or a part of one that is longer than `seq_len` tokens;
-- a *bin* is an example: the pieces in it, one after another.
-"""
-
-from bisect import bisect_left, insort
+"""Examples of text: windows of tokens, with or without regard to documents."""
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Bool, Int, Int64
 from numpy.typing import ArrayLike
 
 from ..._errors import UsageError
@@ -27,16 +19,29 @@ class Windows:
 
     An example has `"tokens"` and `"targets"`, int32 of shape `(seq_len,)`.
 
+    With `documents=True`, the documents in an example do not see each other. The example
+    also has, int32 of shape `(seq_len,)`:
+
+    - `"segments"`: 1 for the first document in the window, 2 for the next, and so on, for
+        [`eqxshard.nn.attention`][];
+    - `"positions"`: from 0 where a document starts, or where the window starts within one;
+
+    and `"__weight__"`, the number of its targets, by which steps average over targets. The
+    target of a document's last token is -1, since another document follows. A document
+    that does not end in a window goes on in the next.
+
     **Arguments:**
 
     - `tokens`: the [`eqxshard.data.text.Tokens`][], or an array of them.
     - `seq_len`: the number of tokens of an example.
     - `stride`: how far apart examples start.
     - `limit`: the number of examples to keep at most, spread evenly over the text.
+    - `documents`: keep the documents of an example apart.
 
     **Raises:**
 
-    `ValueError` if a number is not positive, or there are too few tokens for one example.
+    `ValueError` if a number is not positive, or there are too few tokens for one example,
+    or with `documents=True` every document is a single token.
 
     !!! Example
 
@@ -53,6 +58,7 @@ class Windows:
         *,
         stride: int = 1,
         limit: int | None = None,
+        documents: bool = False,
     ):
         for name, value in {"seq_len": seq_len, "stride": stride, "limit": limit}.items():
             if value is not None and value < 1:
@@ -64,9 +70,15 @@ class Windows:
                 f"the text has {len(self.tokens):,} tokens, and seq_len={seq_len:,} needs "
                 f"{seq_len + 1:,}; use a smaller seq_len, or a longer text."
             )
+        if documents and len(self.tokens.ends()) == len(self.tokens):
+            raise UsageError(
+                f"each of the {len(self.tokens):,} documents is a single token, so nothing "
+                "can be predicted; give longer documents, or leave out documents=True."
+            )
         self._stride = stride
         self._all = (len(self.tokens) - seq_len - 1) // stride + 1
         self._length = self._all if limit is None else min(limit, self._all)
+        self._documents = documents
 
     def __len__(self) -> int:
         return self._length
@@ -78,143 +90,28 @@ class Windows:
             indices = indices * self._all // self._length
         starts = indices * self._stride
         found = self.tokens.take(starts[:, None] + np.arange(self.seq_len + 1))
-        return {"tokens": found[:, :-1], "targets": found[:, 1:]}
-
-
-class PackedDocuments:
-    """A source whose examples hold whole documents, as many as fit into `seq_len` tokens.
-
-    A document of more than `seq_len` tokens is cut into pieces of that length and a shorter
-    one. Pieces go where the least space is left (best fit, the longest first), so little is
-    left empty. Every token but the last of each document is in one example, with the
-    token that follows it as its target.
-
-    An example has, int32 of shape `(seq_len,)`:
-
-    - `"tokens"`: those of its pieces, then 0;
-    - `"targets"`: the token that follows each in its document, -1 for padding;
-    - `"segments"`: 1 for the first piece, 2 for the next, and so on, 0 for padding;
-    - `"positions"`: from 0 in each piece;
-
-    and `"__weight__"`, the number of its targets, by which steps average over targets.
-
-    **Arguments:**
-
-    - `tokens`: the [`eqxshard.data.text.Tokens`][], or an array of them.
-    - `seq_len`: the number of tokens of an example.
-
-    **Raises:**
-
-    `ValueError` if `seq_len` is not positive, or no document has two tokens.
-
-    !!! Example
-
-        ```python
-        train = eqxshard.data.text.PackedDocuments(corpus.train, seq_len=1024)
-        loader = eqxshard.Loader(train, batch_size=64, mesh=mesh)
-        ```
-    """
-
-    def __init__(self, tokens: Tokens | ArrayLike, seq_len: int):
-        if seq_len < 1:
-            raise UsageError(f"seq_len={seq_len} must be at least 1.")
-        self.tokens = as_tokens(tokens)
-        self.seq_len = seq_len
-        starts, lengths = _cut(self.tokens.ends(), seq_len)
-        if not len(starts):
-            raise UsageError(
-                f"the text has {len(self.tokens):,} tokens and no document of two or more, "
-                "so nothing can be predicted; give a longer text."
-            )
-        bins = _best_fit(lengths, seq_len)
-        # The pieces by bin; in a bin, in the order of the text.
-        order = np.argsort(bins, kind="stable")
-        self._starts, self._lengths = starts[order], lengths[order]
-        #: The first piece of each bin, and where there is one more.
-        self._firsts = np.searchsorted(bins[order], np.arange(bins.max() + 2))
-
-    def __len__(self) -> int:
-        return len(self._firsts) - 1
-
-    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in that order; indices may repeat."""
-        shape = (len(indices), self.seq_len)
-        counts = self._firsts[indices + 1] - self._firsts[indices]
-        # For each piece: its number, the example it is in and its segment there.
-        rows = np.repeat(np.arange(len(indices)), counts)
-        within = _counted(counts)
-        pieces = self._firsts[indices][rows] + within
-        lengths = self._lengths[pieces]
-        # For each token: its position in its piece, and its place in the arrays.
-        positions = _counted(lengths)
-        row = np.repeat(rows, lengths)
-        totals = np.bincount(row, minlength=len(indices))
-        places = row * self.seq_len + _counted(totals)
-        sources = np.repeat(self._starts[pieces], lengths) + positions
-        found = self.tokens.take(np.stack([sources, sources + 1]))
-
-        def spread(values: np.ndarray, padding: int) -> np.ndarray:
-            array = np.full(shape, padding, np.int32)
-            array.reshape(-1)[places] = values
-            return array
-
+        tokens, targets = found[:, :-1], found[:, 1:]
+        if not self._documents:
+            return {"tokens": tokens, "targets": targets}
+        begins = self._begins(starts)
+        places = np.arange(self.seq_len, dtype=np.int32)
+        first = np.maximum.accumulate(np.where(begins[:, :-1], places, 0), axis=1)
         return {
-            "tokens": spread(found[0], 0),
-            "targets": spread(found[1], -1),
-            "segments": spread(np.repeat(within + 1, lengths), 0),
-            "positions": spread(positions, 0),
-            WEIGHT: totals.astype(np.float32),
+            "tokens": tokens,
+            "targets": np.where(begins[:, 1:], np.int32(-1), targets),
+            "segments": 1 + np.cumsum(begins[:, :-1], axis=1, dtype=np.int32),
+            "positions": places - first,
+            WEIGHT: np.asarray(np.sum(~begins[:, 1:], axis=1), np.float32),
         }
 
-
-def _cut(
-    ends: Int64[np.ndarray, " documents"], seq_len: int
-) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
-    """The starts and lengths of all pieces, in the order of the text.
-
-    Each has at least one token that has a target.
-    """
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    # The last token of a document has no target.
-    lengths = np.maximum(ends - starts - 1, 0)
-    counts = -(-lengths // seq_len)
-    before = _counted(counts) * seq_len
-    whole = np.repeat(lengths, counts)
-    return np.repeat(starts, counts) + before, np.minimum(whole - before, seq_len)
-
-
-def _best_fit(
-    lengths: Int64[np.ndarray, " pieces"], seq_len: int
-) -> Int64[np.ndarray, " pieces"]:
-    """The bin of each piece: the longest first, each where the least space is left."""
-    bins = np.empty(len(lengths), np.int64)
-    # The bins by the space that is left in them, and the sizes of these spaces in order.
-    by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []
-    made = 0
-    order = np.argsort(-lengths, kind="stable")
-    for piece, size in zip(order.tolist(), lengths[order].tolist()):
-        at = bisect_left(spaces, size)
-        if at == len(spaces):
-            # None has enough.
-            chosen, space = made, seq_len
-            made += 1
-        else:
-            space = spaces[at]
-            chosen = by_space[space].pop()
-            if not by_space[space]:
-                del spaces[at]
-        bins[piece] = chosen
-        left = space - size
-        if left:
-            if not by_space.get(left):
-                by_space[left] = []
-                insort(spaces, left)
-            by_space[left].append(chosen)
-    return bins
-
-
-def _counted(counts: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " total"]:
-    """0 to count - 1 for each count, one after another."""
-    starts = np.cumsum(counts) - counts
-    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
+    def _begins(self, starts: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, "n tokens"]:
+        """Whether a document begins at each place after the first, in and after windows."""
+        ends = self.tokens.ends()
+        low = np.searchsorted(ends, starts, side="right")
+        counts = np.searchsorted(ends, starts + self.seq_len, side="right") - low
+        rows = np.repeat(np.arange(len(starts)), counts)
+        # For each window, the numbers of the ends in it, from `low` on.
+        numbers = np.arange(len(rows)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+        begins = np.zeros((len(starts), self.seq_len + 1), np.bool_)
+        begins[rows, ends[numbers] - starts[rows]] = True
+        return begins

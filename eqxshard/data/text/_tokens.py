@@ -11,7 +11,7 @@ import functools
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
@@ -46,7 +46,10 @@ class Tokens(Protocol):
         ...
 
     def ends(self) -> Int64[np.ndarray, " documents"]:
-        """Where each document ends: the index after its last token, in order."""
+        """Where each document ends: the index after its last token, in order.
+
+        Readers call this for every batch, so keep the array.
+        """
         ...
 
 
@@ -209,15 +212,28 @@ class TokenFiles:
         path, count = self.path / _ENDS_FILE, self._record["documents"]
         length = self._record["tokens"]
         # Compared before they are read: each document has a token.
-        if count <= length:
-            ends = _map(path, np.dtype("<u8"), count).astype(np.int64)
-            if ends[-1:].tolist() == [length] and np.all(np.diff(ends, prepend=0) > 0):
-                ends = ends - self._range.start
-                return np.append(ends[(ends > 0) & (ends < len(self))], len(self))
-        raise UsageError(
-            f"{path} is damaged: the ends of documents do not increase up to the "
-            f"{length:,} tokens; prepare the text again."
-        )
+        ends = _map(path, np.dtype("<i8"), count, "c") if count <= length else np.empty(0)
+        if ends[-1:].tolist() != [length] or not _increase(ends):
+            raise UsageError(
+                f"{path} is damaged: the ends of documents do not increase up to the "
+                f"{length:,} tokens; prepare the text again."
+            )
+        start, stop = self._range.start, self._range.stop
+        first, last = np.searchsorted(ends, [start + 1, stop])
+        ends = ends[first : last + 1]
+        # The mapping is private: this copies the pages that change, not the file.
+        ends[-1] = stop
+        if start:
+            ends -= start
+        return ends
+
+
+def _increase(ends: np.ndarray) -> bool:
+    """Whether the ends of documents increase from 1 or more."""
+    # In parts, so that little memory is needed however many there are.
+    size = 2**20
+    parts = (ends[i : i + size + 1] for i in range(0, len(ends), size))
+    return bool(np.all(ends[:1] > 0)) and all(np.all(x[1:] > x[:-1]) for x in parts)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -245,8 +261,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
     )
 
 
-def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
-    """Memory-map the integers of a file; if `count` is given, it must hold that many."""
+def _map(
+    path: Path, dtype: np.dtype, count: int | None = None, mode: Literal["r", "c"] = "r"
+) -> np.ndarray:
+    """Memory-map the integers of a file; if `count` is given, it must hold that many.
+
+    With mode "c", the array can be changed, and the file stays as it is.
+    """
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -262,7 +283,7 @@ def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
             "bytes; prepare the text again."
         )
     # Without the bookkeeping of np.memmap, which indexing would pay for each time.
-    return np.memmap(path, dtype, "r").view(np.ndarray) if found else np.empty(0, dtype)
+    return np.memmap(path, dtype, mode).view(np.ndarray) if found else np.empty(0, dtype)
 
 
 def as_tokens(tokens: Tokens | ArrayLike) -> Tokens:

@@ -23,36 +23,49 @@ def test_a_text_is_split_as_nanogpt_does(tmp_path):
     assert len(halves.train) == len(halves.valid) == len(TEXT) // 2
 
 
+def test_a_text_keeps_its_bytes_but_for_a_byte_order_mark(tmp_path):
+    lines = b"caf\xc3\xa9\r\nold\rend\n"
+    (tmp_path / "dos.txt").write_bytes(b"\xef\xbb\xbf" + lines)
+    corpus = open_corpus(tmp_path / "dos.txt", valid=0.5)
+    found = [*all_of(corpus.train), *all_of(corpus.valid)]
+    assert bytes(found) == lines
+
+
 @pytest.mark.parametrize(
-    "sizes, valid, expected",
+    "sizes, valid, train_ends, valid_ends",
     [
-        # The cut is between the two documents that are nearest to it, ...
-        ([10, 10, 10, 10], 0.3, 30),
-        ([10, 20, 10], 0.5, 10),
-        # ... or within the only one.
-        ([40], 0.25, 30),
+        # Within the second of two documents, whatever their sizes, ...
+        ([10, 990], 0.1, [10, 900], [100]),
+        ([500, 500], 0.1, [500, 900], [100]),
+        ([990, 10], 0.1, [900], [90, 100]),
+        # ... in the only one, ...
+        ([40], 0.25, [30], [10]),
+        # ... and where one ends, if that is where the cut is.
+        ([10, 10, 10, 10], 0.25, [10, 20, 30], [10]),
+        ([3, 4], 0.1, [3, 6], [1]),
     ],
 )
-def test_a_prepared_folder_is_split_between_documents(tmp_path, sizes, valid, expected):
-    write_prepared(tmp_path / "out", np.zeros(sum(sizes)), np.cumsum(sizes))
+def test_a_prepared_folder_is_split_by_tokens(
+    tmp_path, sizes, valid, train_ends, valid_ends
+):
+    tokens = np.arange(sum(sizes)) % 9
+    write_prepared(tmp_path / "out", tokens, np.cumsum(sizes))
     corpus = open_corpus(tmp_path / "out", valid=valid)
-    assert len(corpus.train) == expected and len(corpus.valid) == sum(sizes) - expected
+    assert corpus.train.ends().tolist() == train_ends
+    assert corpus.valid.ends().tolist() == valid_ends
+    assert len(corpus.train) == int(len(tokens) * (1 - valid))
+    assert [*all_of(corpus.train), *all_of(corpus.valid)] == tokens.tolist()
     assert corpus.name == "out"
 
 
-@pytest.mark.parametrize("sizes, valid", [([11, 991], 0.1), ([11, 991], 0.9)])
-def test_a_split_that_is_far_from_what_was_asked_is_refused(tmp_path, sizes, valid):
-    write_prepared(tmp_path / "out", np.zeros(sum(sizes)), np.cumsum(sizes))
-    if valid == 0.9:
-        # A bit less than what the documents allow is near enough, ...
-        assert len(open_corpus(tmp_path / "out", valid=0.98).train) == 11
-    with pytest.raises(
-        ValueError, match=r"would hold out 98.9%; ask for valid=0.9890"
-    ) as e:
-        open_corpus(tmp_path / "out", valid=valid)
-    # ... and what the error says to ask for.
-    assert f"the last {valid:.1%} of its tokens" in str(e.value)
-    assert len(open_corpus(tmp_path / "out", valid=0.9890).train) == 11
+@pytest.mark.parametrize("valid, train", [(0.5, 0), (1e-20, 1)])
+def test_a_split_without_tokens_is_refused(tmp_path, valid, train):
+    write_prepared(tmp_path / "out", [1], [1])
+    (tmp_path / "x.txt").write_text("a")
+    says = rf"has 1 tokens, of which valid={valid} would leave {train} to train on and "
+    for name in ("out", "x.txt"):
+        with pytest.raises(ValueError, match=rf"{says}{1 - train} to evaluate on; give"):
+            open_corpus(tmp_path / name, valid=valid)
 
 
 def test_a_folder_of_two_prepared_folders(tmp_path):

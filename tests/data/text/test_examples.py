@@ -1,4 +1,4 @@
-"""Windows and packed documents."""
+"""Windows, with and without regard to documents."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from loader_helpers import MESHES, loader_of, take
 
 from eqxshard.data import UniformSampler
-from eqxshard.data.text import PackedDocuments, TokenArray, Windows
+from eqxshard.data.text import TokenArray, Windows
 
 
 def everything(source):
@@ -53,7 +53,7 @@ def test_a_loader_draws_the_same_windows_on_any_mesh_and_goes_on_from_any_step()
     assert len(np.unique(expected, axis=0)) == 6
 
 
-# Packing
+# Documents
 
 
 def documents_of(lengths):
@@ -61,14 +61,33 @@ def documents_of(lengths):
     return TokenArray(np.arange(sum(lengths)), ends=np.cumsum(lengths))
 
 
-def test_documents_share_an_example_and_the_rest_is_padding():
-    source = PackedDocuments(documents_of([4, 3, 2]), 5)
+def windows_by_hand(lengths, seq_len, stride):
+    """The examples of windows with documents, one after another."""
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    first = 0
+    while first + seq_len < len(owners):
+        window = owners[first : first + seq_len + 1]
+        tokens = list(range(first, first + seq_len))
+        same = [window[i + 1] == window[i] for i in range(seq_len)]
+        yield {
+            "tokens": tokens,
+            "targets": [t + 1 if goes_on else -1 for t, goes_on in zip(tokens, same)],
+            "segments": [len(set(window[: i + 1])) for i in range(seq_len)],
+            "positions": [list(window[:i]).count(window[i]) for i in range(seq_len)],
+            "__weight__": sum(same),
+        }
+        first += stride
+
+
+def test_documents_share_a_window_and_do_not_see_each_other():
+    # One goes on in the next window, one is a single token, one ends with the window.
+    source = Windows(documents_of([3, 4, 1, 4, 1]), 4, stride=4, documents=True)
     batch = everything(source)
-    assert batch["tokens"].tolist() == [[0, 1, 2, 4, 5], [7, 0, 0, 0, 0]]
-    assert batch["targets"].tolist() == [[1, 2, 3, 5, 6], [8, -1, -1, -1, -1]]
-    assert batch["segments"].tolist() == [[1, 1, 1, 2, 2], [1, 0, 0, 0, 0]]
-    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]]
-    assert batch["__weight__"].tolist() == [5, 1]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batch["targets"].tolist() == [[1, 2, -1, 4], [5, 6, -1, -1], [9, 10, 11, -1]]
+    assert batch["segments"].tolist() == [[1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 1, 1]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
+    assert batch["__weight__"].tolist() == [3, 2, 3]
     dtypes = {name: str(array.dtype) for name, array in batch.items()}
     assert dtypes.pop("__weight__") == "float32" and set(dtypes.values()) == {"int32"}
 
@@ -78,41 +97,46 @@ def test_documents_share_an_example_and_the_rest_is_padding():
         lambda lengths: max(lengths) > 1
     ),
     seq_len=st.integers(1, 24),
+    stride=st.integers(1, 30),
+    data=st.data(),
 )
-def test_every_token_with_a_successor_is_in_one_example(lengths, seq_len):
-    tokens = documents_of(lengths)
-    batch = everything(PackedDocuments(tokens, seq_len))
-    real = batch["targets"] >= 0
-    np.testing.assert_array_equal(real, batch["segments"] > 0)
-    np.testing.assert_array_equal(real.sum(axis=1), batch["__weight__"])
-    lasts = tokens.ends() - 1
-    expected = np.setdiff1d(np.arange(len(tokens)), lasts)
-    assert sorted(batch["tokens"][real].tolist()) == expected.tolist()
-    np.testing.assert_array_equal(batch["targets"][real], batch["tokens"][real] + 1)
-    # A segment is a part of one document, in order; those that fit are whole.
-    owners = np.searchsorted(tokens.ends(), batch["tokens"], side="right")
-    for row in range(len(real)):
-        for segment in range(1, batch["segments"][row].max() + 1):
-            here = batch["segments"][row] == segment
-            assert len(set(owners[row][here])) == 1
-            assert batch["positions"][row][here].tolist() == list(range(here.sum()))
-            assert (np.diff(batch["tokens"][row][here]) == 1).all()
-            whole = lengths[owners[row][here][0]] - 1
-            assert here.sum() == whole or whole > seq_len
+def test_windows_of_documents_are_those_by_hand(lengths, seq_len, stride, data):
+    seq_len = min(seq_len, sum(lengths) - 1)
+    source = Windows(documents_of(lengths), seq_len, stride=stride, documents=True)
+    expected = list(windows_by_hand(lengths, seq_len, stride))
+    assert len(source) == len(expected)
+    # In any order, and again.
+    rows = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=9))
+    batch = source.gather(np.array(rows, np.int64))
+    for name, array in batch.items():
+        assert array.tolist() == [expected[row][name] for row in rows]
 
 
-def test_little_is_left_empty():
-    lengths = np.random.RandomState(0).randint(2, 200, 500)
-    source = PackedDocuments(documents_of(lengths), 256)
-    assert len(source) == np.ceil((lengths - 1).sum() / 256)
+def test_one_document_is_one_segment():
+    plain = everything(Windows(np.arange(20), 6, stride=6))
+    batch = everything(Windows(np.arange(20), 6, stride=6, documents=True))
+    for name, array in plain.items():
+        np.testing.assert_array_equal(batch[name], array)
+    assert (batch["segments"] == 1).all() and (batch["__weight__"] == 6).all()
+    assert batch["positions"].tolist() == [list(range(6))] * 3
 
 
-def test_a_loader_weighs_batches_by_their_targets():
-    source = PackedDocuments(documents_of([5] * 9), 8)
+def test_a_window_without_a_target_weighs_nothing():
+    source = Windows(documents_of([1, 1, 1, 2]), 2, stride=2, documents=True)
+    batch = everything(source)
+    assert batch["targets"].tolist() == [[-1, -1], [-1, 4]]
+    assert batch["__weight__"].tolist() == [0, 1]
+
+
+def test_an_epoch_has_each_target_once_and_batches_weigh_by_them():
+    source = Windows(documents_of([5] * 8 + [1]), 8, stride=8, documents=True)
     batches = take(loader_of(source, batch_size=4, epochs=1))
-    weights = [np.asarray(batch["__weight__"]) for batch in batches]
-    assert np.concatenate(weights).sum() == 9 * 4
-    assert len(batches) == 2 and (weights[1][1:] == 0).all()
+    targets = np.concatenate([np.asarray(batch["targets"]) for batch in batches])
+    weights = np.concatenate([np.asarray(batch["__weight__"]) for batch in batches])
+    found = sorted(targets[weights > 0][targets[weights > 0] >= 0].tolist())
+    # All but the first of each document.
+    assert found == [i for i in range(40) if i % 5]
+    assert weights.sum() == 32 and len(batches) == 2 and (weights[5:] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -120,8 +144,11 @@ def test_a_loader_weighs_batches_by_their_targets():
     [
         (lambda: Windows(np.arange(64), 64), "64 tokens, and seq_len=64 needs 65; use"),
         (lambda: Windows(np.arange(64), 1, limit=0), "limit=0 must be at least 1"),
-        (lambda: PackedDocuments(documents_of([1, 1]), 4), "no document of two or more"),
-        (lambda: PackedDocuments(documents_of([4]), 0), "seq_len=0 must be at least 1"),
+        (lambda: Windows(np.arange(64), 0), "seq_len=0 must be at least 1"),
+        (
+            lambda: Windows(documents_of([1] * 8), 4, documents=True),
+            "each of the 8 documents is a single token, .*; give longer documents",
+        ),
     ],
 )
 def test_mistakes_are_errors(make, says):

@@ -64,6 +64,9 @@ def test_a_range_cuts_documents(tmp_path):
     assert part.take(np.arange(7)).tolist() == list(range(1, 8))
     assert part.ends().tolist() == [1, 4, 5, 7]
     assert TokenFiles(folder, start=-5, stop=6).ends().tolist() == [1]
+    assert TokenFiles(folder, start=2, stop=5).ends().tolist() == [3]
+    # The file keeps what the range of it has changed.
+    assert TokenFiles(folder).ends().tolist() == [2, 5, 6, 10]
     with pytest.raises(ValueError, match="there are no tokens from 5 to 5"):
         TokenFiles(folder, start=5, stop=5)
 
@@ -96,6 +99,19 @@ def test_ends_that_do_not_increase_up_to_the_last_token_are_refused(tmp_path, en
     tokens = TokenFiles(write_prepared(tmp_path / "x", [1, 2, 3, 4], ends))
     with pytest.raises(ValueError, match=r"ends\.bin is damaged: .*; prepare"):
         tokens.ends()
+
+
+def test_ends_are_checked_everywhere(tmp_path):
+    # More than are compared at once.
+    count = 2**20 + 3
+    folder = write_prepared(tmp_path / "x", np.zeros(count), np.arange(1, count + 1))
+    assert len(TokenFiles(folder, stop=9).ends()) == 9
+    for place in (0, 1, 2**20 - 1, 2**20, 2**20 + 1):
+        ends = np.arange(1, count + 1)
+        ends[place] -= 1
+        ends.astype(np.uint64).tofile(folder / "ends.bin")
+        with pytest.raises(ValueError, match=r"ends\.bin is damaged: .*; prepare"):
+            TokenFiles(folder, stop=9).ends()
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):

@@ -1,0 +1,406 @@
+"""Batches that others make: a Grain dataset of batches, or any iterable of them.
+
+Next door, `_batches.py` makes batches of examples, and says how batches are read ahead.
+"""
+
+import collections
+import json
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._errors import UsageError, UsageTypeError
+from ..distributed import allgather_json, is_main_process
+from ..sharding._leaves import GRAPHS
+from ..sharding._text import say
+from ._batches import (
+    THREADS,
+    Arrays,
+    Reading,
+    Transform,
+    as_array,
+    describe_part,
+    finished,
+    finite_length,
+    is_iter_dataset,
+    is_map_dataset,
+    kind_of,
+    parts_of,
+    stopped,
+)
+from ._sources import copied
+
+#: At so many of the last steps a stream knows its iterator's state.
+_MARKS = 16
+
+#: How many batches processes read before they tell each other how many they have.
+_GROUP = 8
+
+#: How long a closed iterator waits for its thread, which the user's code may block.
+_CLOSE_SECONDS = 2
+
+#: Marks bytes in the state of an iterator.
+_BYTES = "__bytes__"
+
+
+class BatchStream:
+    """Batches that others make: a Grain dataset of batches, or any iterable of them.
+
+    **Arguments:**
+
+    - `batches`: a `grain.MapDataset`, a `grain.IterDataset` or an iterable.
+    - `reading`: how they are read ahead.
+    - `transform`: as for the loader.
+    - `spans`: whether each of several processes has a part of each batch.
+    """
+
+    def __init__(
+        self, batches: Any, reading: Reading, transform: Transform | None, spans: bool
+    ):
+        self._batches = batches
+        self._reading = reading
+        self._transform = transform
+        self._spans = spans
+        #: The number of batches in a pass, if they have one.
+        self.length = finite_length(batches)
+        #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
+        #: nor its functions.
+        self._parts: list[str] | None = None
+        if is_map_dataset(batches) or is_iter_dataset(batches):
+            self._parts = [describe_part(part) for part in parts_of(batches)]
+        #: The last steps that were read.
+        self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
+
+    def marks(self) -> "list[Mark]":
+        """The steps of which the iterator's state is known, for `remember`."""
+        return [*self._marks]
+
+    def remember(self, marks: "Sequence[Mark]") -> None:
+        """Know the iterator's state at these steps, and no others."""
+        self._marks.clear()
+        self._marks.extend(marks)
+
+    def nearest(self, step: int) -> "Mark":
+        """The last step, up to this one, of which the iterator's state is known."""
+        if is_map_dataset(self._batches):
+            return Mark(step, None)
+        known = [mark for mark in self._marks if mark.step <= step]
+        return max(known, key=lambda mark: mark.step, default=Mark(0, None))
+
+    def position(self, step: int) -> list[Any]:
+        """This process's position before the batch of a step, as JSON values."""
+        mark = self.nearest(step)
+        return [mark.step, _as_json(mark.state), self._parts]
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """Know the position that `position` returned, and no other.
+
+        **Raises:**
+
+        `ValueError` if it is of a dataset that is made of other parts.
+        """
+        step, state, parts = position
+        if parts != self._parts:
+            raise UsageError(
+                f"the saved position is of a dataset made of {parts}, and this one is made "
+                f"of {self._parts}; make it as it was. (For another batch size, give the "
+                "loader a grain.MapDataset of examples, and batch_size=.)"
+            )
+        self.remember([Mark(step, _from_json(state))])
+
+    def first(self) -> Arrays:
+        """This process's part of the first batch; read for its shapes."""
+        with closing(_HostIterator(self._open(), self._transform)) as iterator:
+            try:
+                return next(iterator)
+            except StopIteration:
+                raise _no_batches() from None
+
+    def batches(
+        self, start: "Mark", step: int, check: Callable[[Arrays, int], None]
+    ) -> Generator[Arrays]:
+        """The batches from a step on, read ahead; close it to end its threads early.
+
+        **Arguments:**
+
+        - `start`: the nearest step whose state is known, `nearest(step)`.
+        - `step`: the step to begin with. Batches before it are read again.
+        - `check`: called with a batch and its step, raises an error if it is refused. If
+            it does so in one of several processes, there is an error in all of them.
+        """
+        iterator = _HostIterator(self._open(start.step), self._transform)
+        ahead: Any = iterator
+        try:
+            if start.state is not None:
+                iterator.set_state(start.state)
+            if step > start.step:
+                _say_again(step - start.step)
+                for _ in range(start.step, step):
+                    iterator.skip()
+            prefetch = self._reading.prefetch
+            if prefetch:
+                import grain
+
+                # Of a group of batches, all are read before the first is given.
+                prefetch = max(prefetch, _GROUP if self._spans else 0)
+                ahead = grain.experimental.ThreadPrefetchDatasetIterator(iterator, prefetch)
+            read = _read_in_groups if self._spans else _read
+            count = step
+            for arrays, state in read(ahead, step, check):
+                count += 1
+                self._marks.append(Mark(count, state))
+                yield arrays
+            if count == 0:
+                raise _no_batches()
+        finally:
+            _close(ahead, iterator)
+
+    def _open(self, step: int = 0) -> Any:
+        """An iterator with `get_state` and `set_state`; only a `MapDataset`'s at `step`."""
+        if is_map_dataset(self._batches):
+            import grain
+
+            # Beyond its length, the dataset goes on with its next epoch.
+            steps = grain.MapDataset.range(step, sys.maxsize)
+            return self._reading.read(steps.map(self._batches.__getitem__), THREADS)
+        if is_iter_dataset(self._batches):
+            return iter(self._reading.in_workers(self._batches))
+        return _Passes(self._batches, self.length)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step of a stream, and the state of its iterator before that step's batch.
+
+    - `step`: the step.
+    - `state`: what the iterator's `get_state()` returned; `None` for the first batch.
+    """
+
+    step: int
+    state: Any
+
+
+def _no_batches() -> UsageError:
+    return UsageError(
+        "the dataset has no batches; look at its filters, and at the number of its "
+        "examples, where drop_remainder=True drops those that fill no batch."
+    )
+
+
+def _read(
+    iterator: Any, step: int, check: Callable[[Arrays, int], None]
+) -> Generator[tuple[Arrays, Any]]:
+    """The batches of an iterator, the first of which is that of a step, with its state."""
+    for at, arrays in enumerate(iterator, start=step):
+        check(arrays, at)
+        yield arrays, iterator.get_state()
+
+
+def _read_in_groups(
+    iterator: Any, step: int, check: Callable[[Arrays, int], None]
+) -> Generator[tuple[Arrays, Any]]:
+    """The same, until a process has no more: a step that one misses would never end."""
+    while True:
+        group: list[tuple[Arrays, Any]] = []
+        failure: Exception | None = None
+        try:
+            while len(group) < _GROUP:
+                arrays = next(iterator)
+                check(arrays, step + len(group))
+                group.append((arrays, iterator.get_state()))
+        except StopIteration:
+            pass
+        except Exception as error:
+            failure = error
+        everyone = allgather_json([len(group), failure and repr(failure)])
+        counts = [count for count, _ in everyone]
+        yield from group[: min(counts)]
+        if failure is not None:
+            raise failure
+        for process, (_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                raise UsageError(
+                    f"process {process} could not make its batches: {theirs}; look at its "
+                    "own output."
+                )
+        step += min(counts)
+        if max(counts) > min(counts):
+            fewest, most = counts.index(min(counts)), counts.index(max(counts))
+            raise UsageError(
+                f"process {fewest} has only {step} batches, and process {most} has more; "
+                "give all processes the same number, with .repeat(), say, or drop the last "
+                "ones of the others."
+            )
+        if counts[0] < _GROUP:
+            return
+
+
+def _close(ahead: Any, iterator: "_HostIterator") -> None:
+    """End the thread that reads ahead, if there is one, and the iterator."""
+    if ahead is not iterator:
+        # It waits for the thread, which may wait for a batch that never comes.
+        closing = threading.Thread(target=ahead.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            return
+    iterator.close()
+
+
+class _HostIterator:
+    """The batches of an iterator, checked and copied, with its state."""
+
+    def __init__(self, batches: Any, transform: Transform | None):
+        self._batches = batches
+        self._transform = transform
+
+    def __iter__(self) -> "_HostIterator":
+        return self
+
+    def __next__(self) -> Arrays:
+        batch = next(self._batches)
+        try:
+            return self._finish(batch)
+        except StopIteration as error:
+            raise stopped("a batch", error) from error
+
+    def skip(self) -> None:
+        """Read a batch, and throw it away."""
+        next(self._batches, None)
+
+    def get_state(self) -> Any:
+        return self._batches.get_state()
+
+    def set_state(self, state: Any) -> None:
+        try:
+            self._batches.set_state(state)
+        except UsageError:
+            raise
+        # Grain's iterators look up what they expect in it.
+        except Exception as error:
+            raise UsageError(
+                f"the saved position does not fit the dataset ({error!r}); make the "
+                "dataset as it was."
+            ) from error
+
+    def close(self) -> None:
+        # Generators and Grain's iterators have one; others may.
+        getattr(self._batches, "close", lambda: None)()
+
+    def _finish(self, batch: Any) -> Arrays:
+        if not isinstance(batch, Mapping) or not batch:
+            raise UsageTypeError(
+                f"the dataset gave {kind_of(batch)} for a batch; give dicts of arrays by "
+                "name, such as {'x': x, 'y': y}."
+            )
+        # CPU devices would share memory that the iterator may fill again. (np.array would
+        # ask tensors for the copy, which some refuse with a warning.)
+        arrays = {name: copied(as_array(name, x)) for name, x in batch.items()}
+        rows = {array.shape[:1] for array in arrays.values()}
+        if len(rows) > 1 or () in rows:
+            shapes = {name: array.shape for name, array in arrays.items()}
+            raise UsageError(
+                f"a batch has the shapes {shapes}; give all arrays of a batch the same "
+                "number of rows, or, if these are examples, give the loader batch_size= "
+                f"or call .batch(n) ({GRAPHS})."
+            )
+        return finished(arrays, self._transform)
+
+
+class _Passes:
+    """Reads an iterable of batches: again and again if it has a length, else once.
+
+    Its state is the number of batches read and, where the iterable's own iterator has a
+    state, that.
+    """
+
+    def __init__(self, batches: Iterable[Any], length: int | None):
+        self._batches = batches
+        self._length = length
+        self._iterator: Any = None
+        self._count = 0
+
+    def __next__(self) -> Any:
+        at = self._count % self._length if self._length else self._count
+        if at == 0 or self._iterator is None:
+            self.close()
+            self._iterator = iter(self._batches)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._length is None:
+                raise
+            if at == 0:
+                raise _no_batches() from None
+            raise UsageError(
+                f"the iterable ended after {at} batches, and its len() is {self._length}; "
+                "give the number of batches that it has."
+            ) from None
+        self._count += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"batches": self._count}
+        if hasattr(self._iterator, "get_state"):
+            state["iterator"] = self._iterator.get_state()
+        return state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._iterator = iter(self._batches)
+        if state.get("iterator") is None:
+            remedy = "; an iterator with get_state() and set_state() would go there at once"
+            _say_again(state["batches"], remedy)
+            for _ in range(state["batches"]):
+                next(self)
+        elif hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(state["iterator"])
+            self._count = state["batches"]
+        else:
+            raise UsageError(
+                f"the batches of step {state['batches']} were of an iterator with a state, "
+                f"and a {type(self._iterator).__name__} has no set_state(); make the "
+                "loader as it was."
+            )
+
+    def close(self) -> None:
+        getattr(self._iterator, "close", lambda: None)()
+
+
+def _say_again(count: int, remedy: str = "") -> None:
+    if count and is_main_process():
+        batches = "a batch" if count == 1 else f"{count:,} batches"
+        say(f"reading {batches} again, to go on with the next one{remedy}", sys.stderr)
+
+
+def _as_json(state: Any) -> Any:
+    """The state of an iterator as JSON values."""
+    try:
+        return json.loads(json.dumps(state, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
+            "cannot keep it; return dicts, lists, numbers and strings from get_state()."
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    # Grain's DataLoader has a state of bytes, which are JSON.
+    if isinstance(value, bytes):
+        return {_BYTES: value.decode()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"it has a {type(value).__name__}")
+
+
+def _from_json(state: Any) -> Any:
+    """The state that `_as_json` was given."""
+
+    def restored(found: dict[str, Any]) -> Any:
+        return found[_BYTES].encode() if [*found] == [_BYTES] else found
+
+    return json.loads(json.dumps(state), object_hook=restored)
