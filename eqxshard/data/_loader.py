@@ -170,7 +170,7 @@ class Loader:
     ):
         check_is_mesh(mesh)
         check_numbers(seed, epochs, prefetch, workers)
-        check_order(source, batch_size, seed, shuffle, sampler)
+        check_order(source, batch_size, seed, shuffle, sampler, remainder)
         check_reading(source, read_options, workers)
         is_arrays = batch_size is not None and not is_map_dataset(source)
         check_placement(placement, is_arrays, transform, workers)

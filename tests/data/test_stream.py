@@ -399,6 +399,7 @@ def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
         ({"x": np.ones(8)}, {}, TypeError, "of a dict .*; give it batch_size="),
         (3, {}, TypeError, "a int has neither examples nor batches; give"),
         ([], {"seed": 1}, ValueError, "seed= is for arrays, and a list has an order"),
+        ([], {"remainder": "drop"}, ValueError, "remainder='drop' is for a loader that m"),
         ([], {"placement": "device"}, ValueError, "placement='device' is for arrays"),
         ([], {"workers": 1}, ValueError, "workers= cannot divide the work of a list"),
         (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
