@@ -573,7 +573,9 @@ class Loader:
         """
         step, theirs = state.get("step"), state.get("fingerprint")
         kind = "states" if self._examples is None else "examples"
-        if not isinstance(step, int) or not isinstance(theirs, Mapping):
+        numbers = [step, state.get("examples", 0)]
+        are_counts = all(isinstance(x, int) and x >= 0 for x in numbers)
+        if not are_counts or not isinstance(theirs, Mapping):
             raise UsageError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
