@@ -115,7 +115,9 @@ class Loader:
         process holds; returns one with the same number of rows. It may write into the
         arrays that it gets, and use its own again. It runs in Grain's threads or workers.
     - `prefetch`: how many batches to read ahead. With 0, each batch is read on demand,
-        without a thread.
+        without a thread, as are arrays in memory without a `transform`, whose rows take
+        less time to gather than batches take to come from a thread. A `grain.IterDataset`
+        reads ahead by its own options.
     - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, whose batches are
         read by so many threads, one each, instead; by default 16.
     - `workers`: the number of worker processes that read and transform batches, for
@@ -572,18 +574,11 @@ class Loader:
         dataset makes have other numbers of rows than before.
         """
         step, theirs = state.get("step"), state.get("fingerprint")
-        kind = "states" if self._examples is None else "examples"
         numbers = [step, state.get("examples", 0)]
-        are_counts = all(isinstance(x, int) and x >= 0 for x in numbers)
+        are_counts = all(isinstance(number, int) and number >= 0 for number in numbers)
         if not are_counts or not isinstance(theirs, Mapping):
             raise UsageError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
-            )
-        if kind not in state:
-            raise UsageError(
-                "the state is of a loader of another kind of dataset: that had "
-                f"{'examples' if 'examples' in state else 'batches'} of its own; make the "
-                "loader as it was, or start a new run."
             )
         _check_same(self._fingerprint, theirs)
         if self._examples is not None:
@@ -621,6 +616,12 @@ def _close_iterators() -> None:
 
 def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise `ValueError` if two fingerprints differ."""
+    before, now = _kind_of(theirs), _kind_of(ours)
+    if before != now:
+        raise UsageError(
+            f"the state is of a loader of {before}, and this is one of {now}; make the "
+            "loader as it was, or start a new run."
+        )
     differ = [name for name in ours if theirs.get(name) != ours[name]]
     if not differ:
         return
@@ -641,6 +642,16 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     raise UsageError(
         f"the state is of a loader of other examples: {', '.join(changes)}; {remedy}."
     )
+
+
+def _kind_of(fingerprint: Mapping[str, Any]) -> str:
+    """The kind of source that a fingerprint is of."""
+    if "seed" in fingerprint:
+        return "arrays"
+    if "examples" in fingerprint:
+        return "a grain.MapDataset of examples"
+    is_grain = "workers" in fingerprint
+    return "a Grain dataset of batches" if is_grain else "an iterable of batches"
 
 
 def _check_divides(remainder: str, steps: Steps, step: int) -> None:

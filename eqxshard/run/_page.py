@@ -240,13 +240,15 @@ def _evaluations(run: RecordedRun) -> Iterator[Markup]:
     names = list(dict.fromkeys(metric.name for metric in kinds))
     if len(found) > len(shown):
         yield tag("p", f"The last {len(shown)} of {len(found):,}.")
+    has_epochs = any("epoch" in each.values for each in shown)
     rows = []
     for each in shown:
         values = [each.values.get(f"eval/{name}") for name in names]
         epoch = kit.number(each.values.get("epoch"), format_number)
-        rows.append([each.step, epoch, *values])
+        rows.append([each.step, *[epoch] * has_epochs, *values])
     if rows:
-        yield kit.draw_table("evaluations", ("Step", "Epoch", *names), rows)
+        columns = ("Step", *["Epoch"] * has_epochs, *names)
+        yield kit.draw_table("evaluations", columns, rows)
 
 
 def _mesh(run: RecordedRun) -> Iterator[Markup]:

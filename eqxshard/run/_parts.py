@@ -94,6 +94,7 @@ class TrainingData:
         # Hosts may differ in what they can download.
         assert_same_on_all_processes("data", {"name": self.name})
         loader = make_loader(
+            "train_data",
             self.source,
             config,
             mesh,
@@ -104,10 +105,15 @@ class TrainingData:
             read_options=self.read_options,
             workers=self.workers,
         )
-        if loader.has_rows and loader.steps and config.batch_size > loader.steps.length:
+        steps = loader.steps
+        if loader.has_rows and steps is not None and config.batch_size > steps.length:
+            remedy = "use fewer"
+            if is_map_dataset(self.source):
+                # It may have batches, which are no examples.
+                remedy += ", or leave .batch(n) out, which train does itself"
             raise UsageError(
-                f"--batch-size {config.batch_size} is more than the "
-                f"{loader.steps.length} examples; use fewer."
+                f"--batch-size {config.batch_size} is more than the {steps.length} "
+                f"examples; {remedy}."
             )
         return loader
 
@@ -135,11 +141,14 @@ def has_batches(source: Any) -> bool:
     return not (isinstance(source, Source | Mapping) or is_map_dataset(source))
 
 
-def make_loader(source: Any, config: RunConfig, mesh: Mesh, **options: Any) -> Loader:
+def make_loader(
+    name: str, source: Any, config: RunConfig, mesh: Mesh, **options: Any
+) -> Loader:
     """The loader of some data, which has batches of the size that `config` says.
 
     **Arguments:**
 
+    - `name`: `"train_data"` or `"eval_data"`.
     - `source`: as for [`eqxshard.train`][].
     - `options`: more options of the loader; its `seed` is for arrays alone.
     """
@@ -151,9 +160,20 @@ def make_loader(source: Any, config: RunConfig, mesh: Mesh, **options: Any) -> L
     rows = next(iter(loader.shapes().values())).shape[0]
     if rows != config.batch_size:
         raise UsageError(
-            f"--batch-size is {config.batch_size}, and the batches of this dataset have "
-            f"{rows} rows; give that number, or make batches of config.batch_size "
-            "rows in all processes together."
+            f"--batch-size is {config.batch_size}, and the batches of {name} have {rows} "
+            f"rows, over all processes; use --batch-size {rows}, or make batches of "
+            "config.batch_size rows."
+        )
+    return loader
+
+
+def make_evaluation_loader(source: Any, config: RunConfig, mesh: Mesh) -> Loader:
+    """The loader of the evaluation data, which are read to their end each time."""
+    loader = make_loader("eval_data", source, config, mesh, shuffle=False)
+    if not loader.has_end:
+        raise UsageError(
+            "eval_data is an endless dataset, and each evaluation reads all of it; leave "
+            ".repeat() out."
         )
     return loader
 

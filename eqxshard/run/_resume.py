@@ -1,4 +1,4 @@
-"""The state that a run goes on from."""
+"""The state and the position that a run goes on from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
+from .._errors import UsageError
 from ..checkpoint._changes import Changes
 from ..checkpoint._checkpointer import Checkpointer
+from ..data._loader import Loader
 from ..training._init import abstract_state, complete_state
+from ._config import RunConfig
 from ._parts import Training
 
 
@@ -36,3 +39,26 @@ def restore_state(
 
     like = training.make_states(abstract_state, key, mesh)
     return checkpointer.restore_or_make(like, changes, make)
+
+
+def restore_position(
+    loader: Loader, position: Mapping[str, Any], config: RunConfig
+) -> None:
+    """Move the loader to the position of a checkpoint.
+
+    Another batch size is no mistake: the run says that it has changed.
+
+    **Raises:**
+
+    `ValueError` if `--seed` would order the examples otherwise; and as
+    [`eqxshard.Loader.restore`][] does.
+    """
+    saved = position.get("fingerprint")
+    seed = saved.get("seed", config.seed) if isinstance(saved, Mapping) else config.seed
+    if seed != config.seed:
+        raise UsageError(
+            f"--seed is {config.seed}, and the run in this folder has --seed {seed}, which "
+            f"orders its examples; resume with --seed {seed}, or start a new run in "
+            "another folder."
+        )
+    loader.restore(position)

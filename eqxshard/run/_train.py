@@ -55,12 +55,12 @@ from ._parts import (
     Training,
     TrainingData,
     check_metrics,
-    make_loader,
+    make_evaluation_loader,
 )
 from ._plan_run import plan_run
 from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, name_settings, versions
-from ._resume import restore_state
+from ._resume import restore_position, restore_state
 
 #: Steps between checkpoints, and between evaluations, with data that have no epochs.
 _WITHOUT_EPOCHS = 1000
@@ -145,8 +145,10 @@ def train(
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
         that a schedule can span the run. Of several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][]: arrays or a
-        `grain.MapDataset` of examples, of which batches of `config.batch_size` are made;
-        or batches of as many rows, such as of a `grain.IterDataset`.
+        `grain.MapDataset` of examples (without `.batch(n)`), of which batches of
+        `config.batch_size` are made; or batches of as many rows, such as of a
+        `grain.IterDataset`. The last batch of examples is filled up; batches that a
+        dataset makes must all be whole. An evaluation reads `eval_data` to their end.
     - `config`: the user's options, of the script's command line. `overwrite` removes an
         earlier run from the folder once options, data and model are known to fit: its
         checkpoints, and the files that this run writes anew. Other files stay.
@@ -245,7 +247,7 @@ def train(
     if metric_fn is not None and eval_data is not None:
         evaluation = Evaluation(
             make_eval_step(metric_fn, precision=precision, lint=lint),
-            make_loader(eval_data, config, mesh, shuffle=False),
+            make_evaluation_loader(eval_data, config, mesh),
         )
     if config.profile is not None:
         callbacks = [*callbacks, _profile(config.profile, folder, last)]
@@ -270,8 +272,7 @@ def train(
                 state = timed.make_states(partial(init_state, load=load), key, mesh)
         first, lowered = step_of(state), None
         if resumes and (position := checkpointer.description(first)["loader"]):
-            # Another batch size is said below, with what else has changed.
-            loader.restore(position)
+            restore_position(loader, position, config)
             # Epochs that began with another batch size have other numbers of steps.
             last = last_step(config, epochs, steps, loader.steps)
             timed = training.for_steps(last)

@@ -284,11 +284,12 @@ def test_errors_of_the_users_own_functions_stay_theirs():
             raise OSError("example 5 is gone")
         return {"x": np.int32(i)}
 
-    for source, options in (
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (dataset(failing), {"batch_size": 8}),
         (dataset(failing).batch(4), {}),
         (dataset(failing).to_iter_dataset().batch(4), {}),
-    ):
+    ]
+    for source, options in cases:
         with pytest.raises(OSError, match="example 5 is gone"):
             take(eqxshard.Loader(source, mesh=mesh_of(count=4), **options), 8)
     with jax.enable_x64(True):

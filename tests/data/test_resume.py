@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def test_from_two_processes_to_one_and_back(tmp_path, whole, way):
 def test_batches_of_two_processes_are_not_those_of_one(tmp_path, whole):
     folder = tmp_path / "run"
     shutil.copytree(whole("packed", 2), folder)
-    says = "processes was 2 and is 1"
+    says = "the batches were made by 2 processes, each from a position of its own, and"
     go(folder, "packed", "--steps=20", processes=1, says=says, status=1)
 
 
@@ -336,7 +337,7 @@ def walk(order, length, changes, *, drop):
     return batches, ends
 
 
-def examples_of(kind, length):
+def examples_of(kind, length) -> tuple[Any, Callable[[int], int]]:
     """A source, and the number of the example that comes n-th in a run."""
     if kind == "arrays":
         one = loader_of(numbers(length), batch_size=1)
@@ -358,10 +359,12 @@ def test_the_order_goes_on_whatever_the_batch_sizes(kind, length, changes, drop)
     changes = [*((count, size) for count, size in changes if count), (5, 4)]
     expected, ends = walk(order, length, changes, drop=drop)
     options: dict[str, Any] = {"remainder": "drop" if drop else "pad"}
-    found, state, step = [], None, 0
+    found: list[list[int]] = []
+    state: dict[str, Any] = {}
+    step = 0
     for count, size in changes:
         loader = loader_of(source, batch_size=size, **options)
-        if state is not None:
+        if state:
             loader.restore(json.loads(json.dumps(state)))
         found += [loader.rows(each).tolist() for each in range(step, step + count)]
         step += count
