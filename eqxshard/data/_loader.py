@@ -574,13 +574,19 @@ class Loader:
         dataset makes have other numbers of rows than before.
         """
         step, theirs = state.get("step"), state.get("fingerprint")
-        if not isinstance(step, int) or not isinstance(theirs, Mapping):
+        examples = state.get("examples", 0)
+        if not (
+            isinstance(step, int)
+            and isinstance(examples, int)
+            and isinstance(theirs, Mapping)
+            and min(step, examples) >= 0
+        ):
             raise UsageError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
         _check_same(self._fingerprint, theirs)
         if self._examples is not None:
-            moved = self._examples.going_on(step, state["examples"])
+            moved = self._examples.going_on(step, examples)
             _check_divides(self._fingerprint["remainder"], moved.steps, step)
             self._examples = moved
         else:

@@ -1,5 +1,6 @@
 """Datasets and batches that no loader can use, each refused in a sentence."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,7 +225,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "batch size 6 does not divide over data=4",
     ),
     "batches with NaN weights": (
-        several(changed(__weight__=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32))),
+        [changed(__weight__=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32))],
         {},
         ValueError,
         "'__weight__' is nan, first in row 2; give",
@@ -252,7 +253,7 @@ def test_what_no_loader_can_use_is_refused_with_a_remedy(unannotated, case):
         take(eqxshard.Loader(source, mesh=mesh_of(count=4), **options), 8)
     assert isinstance(caught.value, ON_PURPOSE)
     # One sentence what is wrong, and what to do.
-    assert ";" in str(caught.value) and str(caught.value).endswith(".")
+    assert re.search(r"; .*\.", str(caught.value))
 
 
 def test_a_dataset_that_is_finite_ends_a_run_with_a_remedy(train_step):
@@ -283,11 +284,12 @@ def test_errors_of_the_users_own_functions_stay_theirs():
             raise OSError("example 5 is gone")
         return {"x": np.int32(i)}
 
-    for source, options in (
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (dataset(failing), {"batch_size": 8}),
         (dataset(failing).batch(4), {}),
         (dataset(failing).to_iter_dataset().batch(4), {}),
-    ):
+    ]
+    for source, options in cases:
         with pytest.raises(OSError, match="example 5 is gone"):
             take(eqxshard.Loader(source, mesh=mesh_of(count=4), **options), 8)
     with jax.enable_x64(True):
