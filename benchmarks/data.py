@@ -171,6 +171,19 @@ def stack_for_torch(records: Sequence[bytes]) -> Any:
     return importlib.import_module("torch").from_numpy(stack(records))
 
 
+class Records:
+    """Examples of ArrayRecord files, whose own call reads many at once."""
+
+    def __init__(self, files: Any):
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {"image": stack(self.files.__getitems__(indices.tolist()))}
+
+
 def from_memory(images: np.ndarray, devices: Sequence[int], workers: int) -> Contestants:
     source = eqxshard.data.ArraySource({"image": images})
     baseline = partial(with_numpy, images)
@@ -253,6 +266,7 @@ def from_records(paths: Sequence[str], workers: int) -> Contestants:
 
     contestants: Contestants = {
         "ArrayRecord and NumPy": baseline,
+        "eqxshard, in bulk": lambda: with_eqxshard(Records(open_files())),
         "eqxshard, threads": with_ours,
         f"eqxshard, {workers} worker(s)": partial(with_ours, workers=workers),
         "Grain, threads": with_grains,
