@@ -1,19 +1,23 @@
 """Batches per second that data loaders deliver, from memory and from files.
 
 Batches have 256 images of 28 x 28 bytes, drawn in random order from 60,000 as in
-Fashion-MNIST: small enough that the loader's own overhead shows. The baseline of each task
-is bare NumPy, which leaves batches on the host. So do Grain and PyTorch; the batches of
+Fashion-MNIST: small enough that the loader's own overhead shows. The baseline of a task is
+bare NumPy, which leaves batches on the host. So do Grain and PyTorch; the batches of
 eqxshard and of `jax.device_put` are on the devices. The tasks:
 
 - from memory: the host's or, with `placement="device"`, the devices'; with nine more small
-  arrays; and in two processes, each of which gathers half of a batch;
+  arrays; with a step that uses each batch; and in two processes, each of which gathers half
+  of a batch;
 - with a transform that converts bytes to floats, normalises them and mirrors images with
   probability 1/2. It gets whole batches where the loader supports that, else one record;
 - from a memory-mapped file, which this script writes first. If it fits in memory, it is
   read from the page cache; to measure the disk, make `--mapped-gigabytes` larger than the
   machine's memory;
 - from ArrayRecord files, read in random order. The baseline is ArrayRecord's own call that
-  reads many records at once.
+  reads many records at once;
+- from pipelines of Grain's: of records, of records that are mirrored at random, and of
+  sequences that are filtered and packed. The baseline is the same pipeline with
+  `jax.device_put` by hand.
 
 Workers are processes. Starting a loader and its workers is not measured.
 
@@ -25,14 +29,16 @@ import importlib.util
 import itertools
 import random
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 from _loading import (
     BATCH_SIZE,
@@ -55,6 +61,10 @@ WARMUP_BATCHES = 32
 FILES = 4
 MEAN, STD = np.float32(127.5), np.float32(73.6)
 RANDOM = np.random.default_rng(0)
+#: For pipelines of Grain's, with eqxshard and without.
+READ_OPTIONS = grain.ReadOptions(num_threads=16, prefetch_buffer_size=16)
+#: Sequences, what they are packed into, and how many of these make up a batch.
+SEQUENCES, LONGEST, PACKED, PACKED_BATCH = 5000, 400, 512, 32
 
 
 def augment(images: np.ndarray) -> np.ndarray:
@@ -92,9 +102,38 @@ def on_device(make: Callable[[], Batches]) -> Batches:
     return (jax.device_put(batch) for batch in make())
 
 
-def with_eqxshard(source: Any, devices: int = 1, **options: Any) -> Batches:
+def with_steps(make: Callable[[], Batches]) -> Batches:
+    """Batches that a step uses each, which takes some 200 microseconds on a CPU."""
+    weight = jnp.ones((128, 128))
+
+    @jax.jit
+    def step(x: jax.Array, batch: Any) -> jax.Array:
+        images = jax.tree.leaves(batch)[0].reshape(BATCH_SIZE, -1)[:, :128]
+        hidden = x + images.astype(jnp.float32).mean(axis=0)
+        return jax.lax.fori_loop(0, 6, lambda _, x: jnp.tanh(x @ weight) * 0.01, hidden)
+
+    x, in_flight = weight, deque()
+    with closing(make()) as batches:
+        for batch in batches:
+            x = step(x, batch)
+            in_flight.append(x)
+            if len(in_flight) > 2:
+                in_flight.popleft().block_until_ready()
+            yield x
+
+
+def with_eqxshard(
+    source: Any, devices: int = 1, batch_size: int | None = BATCH_SIZE, **options: Any
+) -> Batches:
     mesh = eqxshard.make_mesh(devices=jax.devices()[:devices])
-    return iter(eqxshard.Loader(source, batch_size=BATCH_SIZE, mesh=mesh, **options))
+    return iter(eqxshard.Loader(source, batch_size=batch_size, mesh=mesh, **options))
+
+
+def with_device_put(dataset: grain.IterDataset) -> Batches:
+    """Batches of a dataset of Grain's, put on a device by hand."""
+    with closing(iter(dataset)) as batches:
+        for batch in batches:
+            yield jax.device_put(batch)
 
 
 class TorchRecords:
@@ -132,6 +171,19 @@ def stack_for_torch(records: Sequence[bytes]) -> Any:
     return importlib.import_module("torch").from_numpy(stack(records))
 
 
+class Records:
+    """Examples of ArrayRecord files, whose own call reads many at once."""
+
+    def __init__(self, files: Any):
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {"image": stack(self.files.__getitems__(indices.tolist()))}
+
+
 def from_memory(images: np.ndarray, devices: Sequence[int], workers: int) -> Contestants:
     source = eqxshard.data.ArraySource({"image": images})
     baseline = partial(with_numpy, images)
@@ -140,9 +192,7 @@ def from_memory(images: np.ndarray, devices: Sequence[int], workers: int) -> Con
         "NumPy, jax.device_put": partial(on_device, baseline),
     }
     for count in devices:
-        for prefetch in (2, 0):
-            name = f"eqxshard, prefetch={prefetch}, {count} device(s)"
-            contestants[name] = partial(with_eqxshard, source, count, prefetch=prefetch)
+        contestants[f"eqxshard, {count} device(s)"] = partial(with_eqxshard, source, count)
         name = f"eqxshard, placement='device', {count} device(s)"
         contestants[name] = partial(with_eqxshard, source, count, placement="device")
     contestants["Grain, per record"] = partial(with_grain, list(images))
@@ -206,10 +256,7 @@ def from_records(paths: Sequence[str], workers: int) -> Contestants:
         return (stack(files.__getitems__(rows.tolist())) for rows in shuffled(len(files)))
 
     def with_ours(**options: Any) -> Batches:
-        source = eqxshard.data.RecordSource(
-            open_files(), lambda record: {"image": decode(record)}
-        )
-        return with_eqxshard(source, **options)
+        return with_eqxshard(examples(open_files()), **options)
 
     def with_grains(**options: Any) -> Batches:
         return with_grain(open_files(), lambda records: records.map(decode), **options)
@@ -219,6 +266,7 @@ def from_records(paths: Sequence[str], workers: int) -> Contestants:
 
     contestants: Contestants = {
         "ArrayRecord and NumPy": baseline,
+        "eqxshard, in bulk": lambda: with_eqxshard(Records(open_files())),
         "eqxshard, threads": with_ours,
         f"eqxshard, {workers} worker(s)": partial(with_ours, workers=workers),
         "Grain, threads": with_grains,
@@ -263,10 +311,70 @@ def from_ten_arrays(images: np.ndarray) -> Contestants:
         "NumPy": baseline,
         "NumPy, jax.device_put": partial(on_device, baseline),
     }
-    for prefetch in (2, 0):
-        name = f"eqxshard, prefetch={prefetch}"
-        contestants[name] = partial(with_eqxshard, source, prefetch=prefetch)
+    contestants["eqxshard"] = partial(with_eqxshard, source)
     return contestants
+
+
+def from_memory_with_a_step(images: np.ndarray) -> Contestants:
+    by_hand = partial(on_device, partial(with_numpy, images))
+    source = eqxshard.data.ArraySource({"image": images})
+    return {
+        "NumPy, jax.device_put": partial(with_steps, by_hand),
+        "eqxshard": partial(with_steps, partial(with_eqxshard, source)),
+    }
+
+
+def examples(records: Any) -> grain.MapDataset:
+    """Examples of Grain's, without end; of bytes, decoded."""
+
+    def example(record: Any) -> dict[str, np.ndarray]:
+        return {"image": decode(record) if isinstance(record, bytes) else record}
+
+    return grain.MapDataset.source(records).seed(0).shuffle().map(example).repeat()
+
+
+def mirrored(records: Any) -> grain.MapDataset:
+    def mirror(example: dict[str, Any], draw: np.random.Generator) -> dict[str, Any]:
+        return {"image": augment_one(example["image"], draw.random() < 0.5)}
+
+    return examples(records).random_map(mirror)
+
+
+def packed(sequences: Sequence[np.ndarray]) -> grain.IterDataset:
+    """Batches of sequences that are not very short, several in each row."""
+    records = grain.MapDataset.source(sequences).seed(0).shuffle().repeat()
+    long = records.to_iter_dataset(READ_OPTIONS).filter(lambda tokens: len(tokens) > 20)
+    rows = grain.experimental.FirstFitPackIterDataset(
+        long.map(lambda tokens: {"tokens": tokens}),
+        length_struct={"tokens": PACKED},
+        num_packing_bins=16,
+    )
+    return rows.batch(PACKED_BATCH)
+
+
+def from_examples(make: Callable[[], grain.MapDataset]) -> Contestants:
+    """A pipeline of examples, read by as many threads with eqxshard and without."""
+
+    def by_hand() -> Batches:
+        return with_device_put(make().batch(BATCH_SIZE).to_iter_dataset(READ_OPTIONS))
+
+    def ours() -> Batches:
+        return with_eqxshard(make(), read_options=READ_OPTIONS)
+
+    return {"Grain, jax.device_put": by_hand, "eqxshard": ours}
+
+
+def from_batches(make: Callable[[], grain.IterDataset]) -> Contestants:
+    """A pipeline of batches."""
+    return {
+        "Grain, jax.device_put": lambda: with_device_put(make()),
+        "eqxshard": lambda: with_eqxshard(make(), batch_size=None),
+    }
+
+
+def make_sequences() -> list[np.ndarray]:
+    lengths = RANDOM.integers(10, LONGEST, SEQUENCES)
+    return [RANDOM.integers(0, 256, length, np.int32) for length in lengths]
 
 
 def write_array(path: Path, gigabytes: float) -> None:
@@ -314,8 +422,14 @@ def main() -> None:
 
     add("from memory", from_memory(images, args.devices, args.workers))
     add("from memory, ten arrays", from_ten_arrays(images))
+    add("from memory, with a step", from_memory_with_a_step(images))
     contests.append(in_processes((1, 2), args.rounds))
     add("from memory, with a transform", with_transform(images, args.workers))
+    records = list(images)
+    add("Grain's records", from_examples(lambda: examples(records)))
+    add("Grain's records, mirrored", from_examples(lambda: mirrored(records)))
+    sequences = make_sequences()
+    add("Grain's packed sequences", from_batches(lambda: packed(sequences)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "images.npy")
         write_array(path, args.mapped_gigabytes)
@@ -328,6 +442,9 @@ def main() -> None:
         if importlib.util.find_spec("array_record"):
             paths = write_records(Path(folder), images)
             add("from ArrayRecord files", from_records(paths, args.workers))
+            files = partial(grain.sources.ArrayRecordDataSource, paths)
+            title = "Grain's records from ArrayRecord files"
+            add(title, from_examples(lambda: examples(files())))
         else:
             print("array_record is not installed; ArrayRecord files are left out.")
     setting = {"images": IMAGES, "batch_size": BATCH_SIZE, "rounds": args.rounds}

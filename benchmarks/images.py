@@ -64,15 +64,6 @@ def crop(image: np.ndarray, top: int, left: int, mirrored: bool) -> np.ndarray:
     return image[top : top + CROP, left : left + CROP][:, :: -1 if mirrored else 1]
 
 
-def crop_batch(batch: dict, generators: list[np.random.Generator]) -> dict:
-    """The transform of eqxshard, which gets a batch."""
-    images = []
-    for image, draw in zip(batch["image"], generators):
-        top, left = draw.integers(0, SIZE - CROP + 1, 2)
-        images.append(crop(image, top, left, draw.random() < 0.5))
-    return {**batch, "image": np.stack(images)}
-
-
 def crop_with_grain(example: tuple, draw: np.random.Generator) -> dict:
     file, label = example
     top, left = draw.integers(0, SIZE - CROP + 1, 2)
@@ -113,22 +104,18 @@ def by_hand(files: Sequence[tuple[str, int]], batch_size: int) -> Iterator[dict]
             yield {"image": np.stack(images), "label": np.array(labels)}
 
 
-def read_example(example: tuple[str, int]) -> dict:
-    file, label = example
-    return {"image": decode(file), "label": label}
-
-
 def with_eqxshard(
     files: Sequence[tuple[str, int]], batch_size: int, workers: int = 0
 ) -> Batches:
-    source = eqxshard.data.RecordSource(files, read_example)
-    transform = eqxshard.data.RandomTransform(crop_batch)
-    mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
-    return iter(
-        eqxshard.Loader(
-            source, batch_size=batch_size, mesh=mesh, transform=transform, workers=workers
-        )
+    records = grain.MapDataset.source(files).seed(0).shuffle()
+    loader = eqxshard.Loader(
+        records.random_map(crop_with_grain).repeat(),
+        batch_size=batch_size,
+        mesh=eqxshard.make_mesh(devices=jax.devices()[:1]),
+        read_options=GRAIN_OPTIONS,
+        workers=workers,
     )
+    return iter(loader)
 
 
 def contestants(folder: Path, batch_size: int, workers: int) -> Contestants:
