@@ -12,9 +12,11 @@ import sys
 import traceback
 from collections.abc import (
     Callable,
+    Generator,
     Iterator,
     Mapping,
 )
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +30,7 @@ from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import GRAPHS, check_dtypes
 from ..sharding._text import first_few
 from ._order import Order, Steps
-from ._sources import ArraySource, Source, as_source, copied, empty
+from ._sources import ArraySource, Source, as_source, copied, empty, is_in_memory
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
@@ -52,6 +54,10 @@ class Reading:
     prefetch: int
     options: Any
     workers: int
+
+    def is_on_demand(self, threads: int) -> bool:
+        """Whether no batch is read ahead, where so many threads would read."""
+        return 0 in (self.prefetch, threads) and self.options is None and not self.workers
 
     def read(self, batches: Any, threads: int) -> Iterator[Any]:
         """An iterator of a `grain.MapDataset` of batches, which reads ahead.
@@ -95,7 +101,8 @@ class ExampleBatches:
     - `steps`: which places are each step's.
     - `transform`: as for the loader.
     - `positions`: the positions in a batch that this process holds.
-    - `threads`: how many threads read at a time, a batch each.
+    - `threads`: how many threads read at a time, a batch each; with 0, each batch is made
+        on demand.
     """
 
     read: Callable[[Int[np.ndarray, " n"]], Arrays]
@@ -151,12 +158,17 @@ class ExampleBatches:
             padded[i, : len(held)] = rows[held]
         return padded, real
 
-    def batches(self, steps: range, reading: Reading) -> Iterator[Arrays]:
+    def batches(self, steps: range, reading: Reading) -> Generator[Arrays]:
         """The batches of some steps, read ahead; close it to end its threads early."""
+        if reading.is_on_demand(self.threads):
+            # Grain, which takes as long to import as JAX, is not asked.
+            yield from map(self.make, steps)
+            return
         import grain
 
         numbers = grain.MapDataset.range(steps.start, steps.stop)
-        return reading.read(numbers.map(self.make), self.threads)
+        with closing(reading.read(numbers.map(self.make), self.threads)) as batches:
+            yield from batches
 
     def make(self, step: int) -> Arrays:
         """The batch of a step."""
@@ -229,7 +241,9 @@ def make_examples(
             "shuffle": rows.shuffle,
             "sampler": rows.digest(),
         }
-        read, number, threads = functools.partial(read_rows, source), rows.rows, 1
+        read, number = functools.partial(read_rows, source), rows.rows
+        # To copy rows of memory costs less than to pass a batch from a thread.
+        threads = 0 if transform is None and is_in_memory(source) else 1
     _check_remainder(remainder, length, size)
     steps = Steps(size, places, fills=remainder == "pad" and length is not None)
     whole = np.arange(size)

@@ -115,7 +115,9 @@ class Loader:
         process holds; returns one with the same number of rows. It may write into the
         arrays that it gets, and use its own again. It runs in Grain's threads or workers.
     - `prefetch`: how many batches to read ahead. With 0, each batch is read on demand,
-        without a thread.
+        without a thread, as are arrays in memory without a `transform`, whose rows take
+        less time to gather than batches take to come from a thread. A `grain.IterDataset`
+        reads ahead by its own options.
     - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, whose batches are
         read by so many threads, one each, instead; by default 16.
     - `workers`: the number of worker processes that read and transform batches, for
@@ -168,7 +170,7 @@ class Loader:
     ):
         check_is_mesh(mesh)
         check_numbers(seed, epochs, prefetch, workers)
-        check_order(source, batch_size, seed, shuffle, sampler)
+        check_order(source, batch_size, seed, shuffle, sampler, remainder)
         check_reading(source, read_options, workers)
         is_arrays = batch_size is not None and not is_map_dataset(source)
         check_placement(placement, is_arrays, transform, workers)

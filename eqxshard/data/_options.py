@@ -19,9 +19,19 @@ def check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) ->
 
 
 def check_order(
-    source: Any, batch_size: int | None, seed: int, shuffle: bool, sampler: Any
+    source: Any,
+    batch_size: int | None,
+    seed: int,
+    shuffle: bool,
+    sampler: Any,
+    remainder: str,
 ) -> None:
     """Refuse what decides the order of arrays, for datasets that have an order."""
+    if batch_size is None and remainder != "pad":
+        raise UsageError(
+            f"remainder={remainder!r} is for a loader that makes the batches itself; leave "
+            "it out, and call .batch(n, drop_remainder=True) on a dataset of Grain's."
+        )
     if not isinstance(sampler, Sampler | None):
         raise UsageTypeError(
             f"a {type(sampler).__name__} is not a sampler; give something with "

@@ -4,6 +4,7 @@ Next door, `_batches.py` makes batches of examples, and says how batches are rea
 """
 
 import collections
+import copy
 import json
 import sys
 import threading
@@ -71,7 +72,8 @@ class BatchStream:
         #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
         #: nor its functions.
         self._parts: list[str] | None = None
-        if is_map_dataset(batches) or is_iter_dataset(batches):
+        self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
+        if self._is_grain:
             self._parts = [describe_part(part) for part in parts_of(batches)]
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
@@ -142,13 +144,11 @@ class BatchStream:
                 _say_again(step - start.step)
                 for _ in range(start.step, step):
                     iterator.skip()
-            prefetch = self._reading.prefetch
-            if prefetch:
+            if self._ahead:
                 import grain
 
-                # Of a group of batches, all are read before the first is given.
-                prefetch = max(prefetch, _GROUP if self._spans else 0)
-                ahead = grain.experimental.ThreadPrefetchDatasetIterator(iterator, prefetch)
+                prefetch = grain.experimental.ThreadPrefetchDatasetIterator
+                ahead = prefetch(iterator, self._ahead)
             read = _read_in_groups if self._spans else _read
             count = step
             for arrays, state in read(ahead, step, check):
@@ -159,6 +159,18 @@ class BatchStream:
                 raise _no_batches()
         finally:
             _close(ahead, iterator)
+
+    @property
+    def _ahead(self) -> int:
+        """How many batches a thread reads ahead; with 0, there is none."""
+        if not self._reading.prefetch:
+            return 0
+        if self._spans:
+            # Of a group of batches, all are read before the first is given.
+            return max(self._reading.prefetch, _GROUP)
+        # Grain reads ahead itself, and one more thread would take time from its own.
+        alone = self._is_grain and self._transform is None
+        return 0 if alone else self._reading.prefetch
 
     def _open(self, step: int = 0) -> Any:
         """An iterator with `get_state` and `set_state`; only a `MapDataset`'s at `step`."""
@@ -274,7 +286,8 @@ class _HostIterator:
         next(self._batches, None)
 
     def get_state(self) -> Any:
-        return self._batches.get_state()
+        # The iterator may go on with the same dict.
+        return copy.deepcopy(self._batches.get_state())
 
     def set_state(self, state: Any) -> None:
         try:

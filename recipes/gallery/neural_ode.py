@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import diffrax
 import equinox as eqx
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,17 +68,13 @@ def make_paths(count, seed):
     def follow(start):
         return solve(spiral, start, TIMES)
 
-    paths = np.asarray(follow(np.float32(starts)))
-    return eqxshard.data.ArraySource({"path": paths}, unit="paths")
+    return np.asarray(follow(np.float32(starts)))
 
 
-def windows(batch, generators):
-    """A piece of each path, another one in every epoch: short ones are easier to follow."""
-    pieces = []
-    for path, generator in zip(batch["path"], generators):
-        first = generator.integers(len(TIMES) - WINDOW + 1)
-        pieces.append(path[first : first + WINDOW])
-    return {"path": np.stack(pieces)}
+def cut(path, generator):
+    """A piece of a path, another one in every epoch: short ones are easier to follow."""
+    first = generator.integers(len(TIMES) - WINDOW + 1)
+    return {"path": path[first : first + WINDOW]}
 
 
 def draw(path, field, true, found):
@@ -107,21 +104,21 @@ class Args:
 
 def main(args: Args) -> str:
     args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes the paths.
-    test_data = make_paths(256, args.run.seed + 1)
+    paths = grain.MapDataset.source([*make_paths(1024, args.run.seed)])
+    test_paths = make_paths(256, args.run.seed + 1)
     run = eqxshard.train(
         make_field,
         loss_fn,
         metric_fn,
         lambda steps: optax.adam(optax.cosine_decay_schedule(5e-3, steps)),
-        make_paths(1024, args.run.seed),
-        test_data,
-        transform=eqxshard.data.RandomTransform(windows),
+        paths.seed(args.run.seed).shuffle().random_map(cut),
+        {"path": test_paths},
         config=args.run,
         steps=1000,
     )
-    few = test_data.gather(np.arange(SHOWN))
-    found = np.asarray(eqxshard.filter_jit(predict)(run.state.model, few))
-    draw(run.folder / "paths.png", run.state.model, few["path"], found)
+    few = test_paths[:SHOWN]
+    found = np.asarray(eqxshard.filter_jit(predict)(run.state.model, {"path": few}))
+    draw(run.folder / "paths.png", run.state.model, few, found)
     return f"test loss {run.metrics['loss']:.2e} | {run.speed} | {run.title}"
 
 

@@ -66,8 +66,20 @@ def predict(model, batch):
     return jax.vmap(model)(batch["image"] / 255)
 
 
+def augment(image, key):
+    """Crop an image after padding it by 3, and mirror every second one."""
+    where, side = jax.random.split(key)
+    corner = jax.random.randint(where, (2,), 0, 7)
+    cropped = jax.lax.dynamic_slice(jnp.pad(image, 3), corner, (28, 28))
+    return jnp.where(jax.random.bernoulli(side), cropped[:, ::-1], cropped)
+
+
+def augment_all(images, key):
+    return jax.vmap(augment)(images, jax.random.split(key, len(images)))
+
+
 def loss_fn(model, batch, key):
-    logits = predict(model, batch)
+    logits = predict(model, {"image": augment_all(batch["image"], key)})
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
@@ -76,22 +88,10 @@ def metric_fn(model, batch):
     return {"accuracy": guesses == batch["label"]}
 
 
-def augment(batch, generators):
-    """Crop each image after padding it by 3, and mirror every second one."""
-    padded = np.pad(batch["image"], ((0, 0), (3, 3), (3, 3)))
-    images = []
-    for image, generator in zip(padded, generators):
-        top, left = generator.integers(7, size=2)
-        image = image[top : top + 28, left : left + 28]
-        images.append(image[:, ::-1] if generator.random() < 0.5 else image)
-    return {**batch, "image": np.stack(images)}
-
-
-def save_augmented(path, batch):
+def save_augmented(path, images):
     """The images, and below each what three epochs may make of it."""
-    generators = np.random.default_rng(0).spawn(len(batch["image"]))
-    epochs = [augment(batch, generators)["image"] for _ in range(3)]
-    save_images(path, np.stack([batch["image"], *epochs]))
+    epochs = [augment_all(images, key) for key in jax.random.split(jax.random.key(0), 3)]
+    save_images(path, np.stack([images, *epochs]))
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,12 @@ def main(args: Args) -> str:
         steps=1200,
         mesh="fsdp=-1",
         rule=eqxshard.fsdp(min_size=2**10),
-        transform=eqxshard.data.RandomTransform(augment),
         settings=args,
     )
     few = test_data.gather(np.arange(24))
     logits = eqxshard.filter_jit(predict)(run.state.model, few)
     save_guesses(run.folder / "guesses.png", few, logits, GARMENTS)
-    save_augmented(run.folder / "augmented.png", train_data.gather(np.arange(12)))
+    save_augmented(run.folder / "augmented.png", train_data.gather(np.arange(12))["image"])
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 
 

@@ -52,7 +52,8 @@ def test_each_device_gets_only_its_own_rows(mesh):
 def test_the_thread_ends_with_its_iterator(end):
     # Threads of earlier tests may take a moment to end.
     assert_threads_end()
-    batches = iter(loader_of(numbers(64), epochs=1 if end == "last" else None))
+    epochs = 1 if end == "last" else None
+    batches = iter(loader_of(numbers(64), transform=dict, epochs=epochs))
     assert not loader_threads()
     next(batches)
     assert loader_threads() or end == "last"
@@ -81,31 +82,39 @@ def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
             assert gathered == [threading.main_thread()] * count
 
 
+def test_a_thread_reads_files_ahead_but_not_memory_or_datasets_that_grain_reads(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(64, dtype=np.int32))
+    file = eqxshard.data.ArraySource({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
+    on_demand = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    examples = grain.MapDataset.range(64).map(lambda number: {"x": np.int32(number)})
+    loaders = [
+        (loader_of(file, shuffle=False), 1),
+        (loader_of(numbers(64), shuffle=False), 0),
+        (loader_of(examples.batch(8).to_iter_dataset(on_demand), batch_size=None), 0),
+    ]
+    for loader, threads in loaders:
+        with closing(iter(loader)) as batches:
+            assert rows(next(batches)) == [*range(8)]
+            assert len(loader_threads()) == threads
+        assert_threads_end()
+
+
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    ("row_bytes", "prefetch", "calls"),
-    [
-        # Batches of 2 MiB: one per call.
-        (2**18, 1, 1 + 1),
-        (2**18, 5, 1 + 5),
-        # Batches of 128 KiB: after the first, 16 per call.
-        (2**14, 2, 1 + 2),
-    ],
-)
-def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetch, calls):
+@pytest.mark.parametrize("prefetch", [1, 5])
+def test_batches_are_gathered_ahead_while_the_caller_computes(prefetch):
     gathered = threading.Semaphore(0)
 
-    class Large:
+    class Counted:
         def __len__(self):
             return 2**20
 
         def gather(self, indices):
             gathered.release()
-            return {"x": np.zeros((len(indices), row_bytes), np.uint8)}
+            return {"x": indices}
 
-    with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
+    with closing(iter(loader_of(Counted(), prefetch=prefetch))) as batches:
         next(batches)
-        for _ in range(calls):
+        for _ in range(1 + prefetch):
             assert gathered.acquire(timeout=60)
         assert not gathered.acquire(timeout=0.05)
 

@@ -89,22 +89,23 @@ class Counting:
     """An iterator with a state, as Grain's have one."""
 
     def __init__(self, read):
-        self.number = 0
+        self.state = {"number": 0}
         self.read = read
 
     def __next__(self):
-        self.number += 1
-        self.read.append(self.number - 1)
-        return {"x": np.full(8, self.number - 1, np.int32)}
+        number = self.state["number"]
+        self.state["number"] += 1
+        self.read.append(number)
+        return {"x": np.full(8, number, np.int32)}
 
     def __iter__(self):
         return self
 
     def get_state(self):
-        return {"number": self.number}
+        return self.state
 
     def set_state(self, state):
-        self.number = state["number"]
+        self.state = state
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -398,6 +399,7 @@ def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
         ({"x": np.ones(8)}, {}, TypeError, "of a dict .*; give it batch_size="),
         (3, {}, TypeError, "a int has neither examples nor batches; give"),
         ([], {"seed": 1}, ValueError, "seed= is for arrays, and a list has an order"),
+        ([], {"remainder": "drop"}, ValueError, "remainder='drop' is for a loader that m"),
         ([], {"placement": "device"}, ValueError, "placement='device' is for arrays"),
         ([], {"workers": 1}, ValueError, "workers= cannot divide the work of a list"),
         (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
