@@ -5,6 +5,7 @@ import functools as ft
 from typing import Any
 
 import equinox as eqx
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,19 +228,18 @@ def test_weights_go_between_the_kinds_of_axes(tmp_path):
         np.testing.assert_array_equal(weight, state.model.first.weight)
 
 
-def scale(batch, generators):
-    factors = np.array([each.random() for each in generators], np.float32)
-    return {"x": batch["x"] * factors[:, None]}
+def scale(example, rng):
+    return {"x": example["x"] * np.float32(rng.random())}
 
 
-def test_explain_and_transforms_of_batches():
+def test_explain_and_random_transforms_of_examples():
+    rows = grain.MapDataset.source(batches()[0]["x"]).map(lambda x: {"x": x})
+    dataset = rows.seed(0).random_map(scale)
     found = []
     for explicit in (True, False):
         mesh = mesh_of(explicit)
-        flip = eqxshard.data.RandomTransform(scale)
-        source = eqxshard.data.ArraySource({"x": batches()[0]["x"]})
-        options = {"batch_size": 8, "mesh": mesh, "transform": flip, "epochs": 1}
-        losses, state = run(explicit, data=[*eqxshard.Loader(source, **options)])
+        loader = eqxshard.Loader(dataset, batch_size=8, mesh=mesh, epochs=1)
+        losses, state = run(explicit, data=[*loader])
         found.append((losses, str(eqxshard.explain(state.model, mesh, FSDP))))
     assert found[0] == found[1]
 
