@@ -72,7 +72,8 @@ class BatchStream:
         #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
         #: nor its functions.
         self._parts: list[str] | None = None
-        if is_map_dataset(batches) or is_iter_dataset(batches):
+        self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
+        if self._is_grain:
             self._parts = [describe_part(part) for part in parts_of(batches)]
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
@@ -168,7 +169,7 @@ class BatchStream:
             # Of a group of batches, all are read before the first is given.
             return max(self._reading.prefetch, _GROUP)
         # Grain reads ahead itself, and one more thread would take time from its own.
-        alone = self.is_grain and self._transform is None
+        alone = self._is_grain and self._transform is None
         return 0 if alone else self._reading.prefetch
 
     def _open(self, step: int = 0) -> Any:
