@@ -81,6 +81,8 @@ class BatchStream:
         self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
         if self._is_grain:
             self._parts = [describe_part(part) for part in parts_of(batches)]
+        #: How many whole passes were read, of an iterable that has them.
+        self._passes = 0
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
 
@@ -160,6 +162,8 @@ class BatchStream:
             for arrays, state in read(ahead, step, check):
                 count += 1
                 self._marks.append(Mark(count, state))
+                if self.length:
+                    self._passes = max(self._passes, count // self.length)
                 yield arrays
             if count == 0:
                 raise _no_batches()
@@ -190,7 +194,7 @@ class BatchStream:
             return self._reading.read(steps.map(self._batches.__getitem__), THREADS)
         if is_iter_dataset(self._batches):
             return iter(self._reading.in_workers(self._batches))
-        return _Passes(self._batches, self.length)
+        return _Passes(self._batches, self.length, self._passes)
 
 
 @dataclass(frozen=True)
@@ -294,12 +298,12 @@ class _HostIterator:
         next(self._batches, None)
 
     def get_state(self) -> Any:
-        # The iterator may go on with the same dict.
         return copy.deepcopy(self._batches.get_state())
 
     def set_state(self, state: Any) -> None:
         try:
-            self._batches.set_state(state)
+            # The iterator may go on with the same dict.
+            self._batches.set_state(copy.deepcopy(state))
         except UsageError:
             raise
         # Grain's iterators look up what they expect in it.
@@ -338,11 +342,18 @@ class _Passes:
 
     Its state is the number of batches read and, where the iterable's own iterator has a
     state, that.
+
+    **Arguments:**
+
+    - `batches`: the iterable.
+    - `length`: the number of batches in a pass; `None` if that is not known.
+    - `done`: how many passes of this iterable need not be read again, to go on after them.
     """
 
-    def __init__(self, batches: Iterable[Any], length: int | None):
+    def __init__(self, batches: Iterable[Any], length: int | None, done: int):
         self._batches = batches
         self._length = length
+        self._done = done
         self._iterator: Any = None
         self._count = 0
 
@@ -372,13 +383,19 @@ class _Passes:
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._iterator = iter(self._batches)
         if state.get("iterator") is None:
+            if self._length:
+                # The next pass is a new one, whatever was read in those before it.
+                passes = min(self._done, state["batches"] // self._length)
+                self._count = passes * self._length
             remedy = "; an iterator with get_state() and set_state() would go there at once"
-            _say_again(state["batches"], remedy)
-            for _ in range(state["batches"]):
+            count = state["batches"] - self._count
+            _say_again(count, remedy)
+            for _ in range(count):
                 next(self)
-        elif hasattr(self._iterator, "set_state"):
+            return
+        self._iterator = iter(self._batches)
+        if hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state["iterator"])
             self._count = state["batches"]
         else:
@@ -401,12 +418,23 @@ def _say_again(count: int, remedy: str = "") -> None:
 def _as_json(state: Any) -> Any:
     """The state of an iterator as JSON values."""
     try:
+        _check_keys(state)
         return json.loads(json.dumps(state, default=_plain))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"the state of the dataset's iterator is not JSON ({error}), so a checkpoint "
             "cannot keep it; return dicts, lists, numbers and strings from get_state()."
         ) from None
+
+
+def _check_keys(state: Any) -> None:
+    """Refuse the keys of which JSON makes text."""
+    for key in state if isinstance(state, Mapping) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"it has the key {key!r}")
+        _check_keys(state[key])
+    for each in state if isinstance(state, list | tuple) else ():
+        _check_keys(each)
 
 
 def _plain(value: Any) -> Any:

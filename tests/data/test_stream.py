@@ -127,6 +127,28 @@ def test_an_iterator_with_a_state_continues_there(prefetch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_an_iterator_may_go_on_with_the_state_that_it_is_given():
+    loader = stream(Again(lambda: Counting([])), prefetch=0)
+    firsts(loader, 3)
+    for _ in range(2):
+        loader.seek(2)
+        assert firsts(loader, 3) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "state, says", [({"of": [{0: 1}]}, "has the key 0"), ({"x": {1, 2}}, "has a set")]
+)
+def test_a_state_that_json_would_change_is_an_error(state, says):
+    class Odd(Counting):
+        def get_state(self):
+            return state
+
+    loader = stream(Again(lambda: Odd([])))
+    firsts(loader, 1)
+    with pytest.raises(ValueError, match=f"is not JSON .it {says}"):
+        loader.state()
+
+
 def test_a_map_dataset_of_batches_is_entered_at_any_step():
     read = []
 
@@ -165,6 +187,22 @@ def test_with_a_length_passes_follow_one_another():
         loader.seek(8)
         assert firsts(loader, 4) == [3, 4, 0, 1]
         assert firsts(stream(batches, epochs=2)) == [0, 1, 2, 3, 4] * 2
+
+
+def test_an_epoch_begins_without_reading_those_before_it_again(capsys):
+    begun = []
+
+    def one_pass():
+        begun.append(len(begun))
+        return five()
+
+    loader = stream(Passes(one_pass, 5), prefetch=0)
+    for _ in range(4):
+        assert firsts(loader, len(loader)) == [0, 1, 2, 3, 4]
+    assert begun == [0, 1, 2, 3] and capsys.readouterr().err == ""
+    loader.seek(11)
+    assert firsts(loader, 1) == [1]
+    assert "reading a batch again" in capsys.readouterr().err
 
 
 def test_a_pass_of_another_length_is_an_error():
