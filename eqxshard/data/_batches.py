@@ -28,7 +28,7 @@ from jaxtyping import Bool, Int
 
 from .._errors import UsageError, UsageTypeError
 from ..sharding._batch_weights import WEIGHT, check_weights
-from ..sharding._leaves import GRAPHS, check_dtypes
+from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked
 from ..sharding._text import first_few
 from ._order import Order, Steps
 from ._sources import ArraySource, Source, as_source, copied, empty, is_in_memory
@@ -319,6 +319,8 @@ def _number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray
 
 
 def _stacked(name: str, entries: list[Any], numbers: list[int]) -> np.ndarray:
+    for entry in entries:
+        check_not_masked(repr(name), entry)
     arrays = [np.asarray(entry) for entry in entries]
     first = arrays[0]
     if first.dtype.hasobject:
@@ -414,7 +416,8 @@ def checked(who: str, arrays: Any, count: int) -> Arrays:
 
 
 def as_array(name: str, entry: Any) -> np.ndarray:
-    """An entry of a batch as an array; refuse a list of rows of several shapes."""
+    """An entry of a batch as an array; refuse masks, and rows of several shapes."""
+    check_not_masked(repr(name), entry)
     try:
         return np.asarray(entry)
     except ValueError:

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from .._errors import UsageError, UsageTypeError
+from ..sharding._leaves import check_not_masked
 
 #: In bytes: where memory starts that JAX shares with NumPy, and what it copies at once.
 _ALIGNMENT = 64
@@ -95,6 +96,8 @@ class ArraySource:
                 f"ArraySource got a {type(arrays).__name__}; give a dict of arrays by "
                 "name, such as {'x': x, 'y': y}."
             )
+        for key, array in arrays.items():
+            check_not_masked(repr(key), array)
         self.arrays = {key: np.asarray(array) for key, array in arrays.items()}
         shapes = {key: array.shape for key, array in self.arrays.items()}
         lengths = {shape[:1] for shape in shapes.values()}

@@ -71,16 +71,21 @@ def check_dtypes(
     - `remedy`: what to do about arrays that are not of numbers.
     """
     for name, leaf in leaves:
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise UsageTypeError(
-                f"{name or 'the leaf'} is a masked array, and JAX has no masks; fill it, "
-                "with x.filled(0), or leave the rows out by their weight."
-            )
+        check_not_masked(name, leaf)
         if isinstance(leaf, np.ndarray | np.generic) and not _is_known(leaf.dtype):
             raise UsageTypeError(
                 f"{name or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which JAX "
                 f"does not have; {_conversion(leaf.dtype) or remedy}."
             )
+
+
+def check_not_masked(name: str, leaf: Any) -> None:
+    """Refuse masked arrays, before NumPy drops their masks without a word."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise UsageTypeError(
+            f"{name or 'the leaf'} is a masked array, and JAX has no masks; fill it, "
+            "with x.filled(0), or leave the rows out by their weight."
+        )
 
 
 @functools.cache

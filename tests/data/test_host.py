@@ -236,6 +236,16 @@ def test_what_devices_cannot_hold_is_an_error(unannotated):
     for name, array in {"file": np.array(["a.png"] * 8), "record": records}.items():
         with pytest.raises(TypeError, match=f"'{name}' is a NumPy array of dtype "):
             list(loader_of(eqxshard.data.ArraySource({name: array})))
+    masked = np.ma.masked_equal(np.arange(8), 3)
+    examples = grain.MapDataset.source([*masked]).map(lambda x: {"x": np.ma.array([x])})
+    for make in (
+        lambda: loader_of({"x": masked}),
+        lambda: loader_of(numbers(8), transform=lambda batch: {"x": masked}),
+        lambda: eqxshard.Loader([{"x": masked}], mesh=mesh_of(count=1)),
+        lambda: loader_of(examples),
+    ):
+        with pytest.raises(TypeError, match="'x' is a masked array, and JAX has no masks;"):
+            next(iter(make()))
     with pytest.raises(TypeError, match="transform returned None; return a dict"):
         list(loader_of(numbers(8), transform=lambda batch: None))
     with pytest.raises(ValueError, match="transform returned a dict without entries; ret"):

@@ -498,6 +498,15 @@ def test_the_state_of_other_data_is_refused():
     other = dataset.map(lambda example: {"x": example["x"] + np.int32(1)})
     with pytest.raises(ValueError, match="examples"):
         loader_of(other).restore(state)
+    of_batches = eqxshard.Loader(dataset.batch(8), mesh=mesh_of(count=1)).state()
+    with pytest.raises(
+        ValueError, match=r"of an iterable of batches, and this is one of a "
+    ):
+        loader_of(dataset).restore(of_batches)
+    with pytest.raises(
+        ValueError, match=r"of arrays, and this is one of a grain\.MapDatas"
+    ):
+        loader_of(dataset).restore(loader_of(numbers(64)).state())
     with pytest.raises(ValueError, match="epoch 0 over"):
         error = loader_of(numbers(64), remainder="error")
         read(error, 1)
