@@ -153,7 +153,7 @@ def test_other_iterables_are_read_again_with_a_word(prefetch, capsys):
     loader.seek(3)
     assert firsts(loader) == [3, 4]
     assert "reading 3 batches again" in capsys.readouterr().err
-    with pytest.warns(UserWarning, match=r"dataset has 5; call loader\.seek\(0\)"):
+    with pytest.warns(UserWarning, match=r"ends before that of step 5; call loader"):
         assert firsts(loader) == []
 
 
@@ -238,6 +238,12 @@ def test_the_iterator_is_closed_with_the_loaders(prefetch):
 
 
 @pytest.mark.slow
+def test_a_dataset_that_goes_on_for_ever_is_not_evaluated(unannotated):
+    dataset = grain.MapDataset.source([*five()]).repeat()
+    with pytest.raises(ValueError, match="evaluate needs a loader with an end, and"):
+        eqxshard.evaluate(None, lambda model, batch: None, stream(dataset))
+
+
 def test_fit_and_evaluate_take_it_and_resume():
     optim, rule, mesh = lenient(optax.adam(1e-2)), RULES["replicate"], make_mesh()
     train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
@@ -379,6 +385,7 @@ def test_a_position_of_another_pipeline_is_an_error():
         ([{"x": np.full(8, 2**40)}], ValueError, "'x' has integers from 0 to"),
         ([{"x": np.ones(8), "y": np.ones(7)}], ValueError, "give all arrays"),
         ([{"x": np.ones(())}], ValueError, "give all arrays"),
+        (grain.MapDataset.range(4).batch(8, drop_remainder=True), ValueError, "no batches"),
         ([{"x": np.ones(12)}], ValueError, "batch size 12 does not divide over data=8"),
         (
             [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
@@ -402,6 +409,12 @@ def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
         ([], {"remainder": "drop"}, ValueError, "remainder='drop' is for a loader that m"),
         ([], {"placement": "device"}, ValueError, "placement='device' is for arrays"),
         ([], {"workers": 1}, ValueError, "workers= cannot divide the work of a list"),
+        (
+            grain.MapDataset.source([*five()]).filter(lambda batch: batch["x"][0] % 2 == 0),
+            {},
+            ValueError,
+            r"not every number of this dataset has a batch, .*; call .to_iter_dataset\(",
+        ),
         (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
         ([], {"prefetch": -1}, ValueError, "prefetch=-1 must be at least 0"),
     ],
