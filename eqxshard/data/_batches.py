@@ -14,7 +14,6 @@ import traceback
 from collections.abc import (
     Callable,
     Generator,
-    Iterator,
     Mapping,
 )
 from contextlib import closing
@@ -60,7 +59,7 @@ class Reading:
         """Whether no batch is read ahead, where so many threads would read."""
         return 0 in (self.prefetch, threads) and self.options is None and not self.workers
 
-    def read(self, batches: Any, threads: int) -> Iterator[Any]:
+    def read(self, batches: Any, threads: int) -> Any:
         """An iterator of a `grain.MapDataset` of batches, which reads ahead.
 
         **Arguments:**
