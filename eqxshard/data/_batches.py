@@ -225,7 +225,8 @@ def make_examples(
 
     **Arguments:**
 
-    - `source`, `transform`, `remainder`: as for the loader.
+    - `source`, `transform`: as for the loader.
+    - `remainder`: as for the loader; `check_remainder` says whether it suits the source.
     - `size`: the batch size.
     - `order`: the `seed`, `shuffle` and `sampler` of arrays.
 
@@ -257,7 +258,6 @@ def make_examples(
         read, number = functools.partial(read_rows, source), rows.rows
         # To copy rows of memory costs less than to pass a batch from a thread.
         threads = 0 if transform is None and is_in_memory(source) else 1
-    _check_remainder(remainder, length, size)
     steps = Steps(size, places, fills=remainder == "pad" and length is not None)
     whole = np.arange(size)
     made = ExampleBatches(read, number, steps, transform, whole, threads)
@@ -275,7 +275,9 @@ def read_rows(source: Source, rows: Int[np.ndarray, " n"]) -> Arrays:
 def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
     """Some examples of a `grain.MapDataset`, stacked."""
     listed = numbers.tolist()
-    examples = [dataset[number] for number in listed]
+    # Padding has the same number many times.
+    found = {number: dataset[number] for number in dict.fromkeys(listed)}
+    examples = [found[number] for number in listed]
     names: list[str] = []
     for number, example in zip(listed, examples):
         if not isinstance(example, Mapping) or not example:
@@ -463,11 +465,13 @@ def digest_of_first(dataset: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def _check_remainder(remainder: str, length: int | None, batch_size: int) -> None:
+def check_remainder(remainder: str, examples: ExampleBatches, endless: bool) -> None:
+    """Refuse epochs that have no batches, or examples left over with "error"."""
     if remainder not in ("pad", "drop", "error"):
         raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
-    if length is None:
+    if endless:
         return
+    length, batch_size = examples.steps.length, examples.steps.size
     if length == 0:
         raise UsageError("an epoch has no examples; give a source and sampler with some.")
     left = length % batch_size

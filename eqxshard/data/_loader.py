@@ -37,6 +37,7 @@ from ._batches import (
     ExampleBatches,
     Reading,
     Transform,
+    check_remainder,
     digest_of_first,
     is_iter_dataset,
     is_map_dataset,
@@ -210,6 +211,9 @@ class Loader:
                 sampler=sampler,
             )
             self._assert_same({**self._fingerprint, "batch_size": size})
+            # Only now, because the source may be empty in one process alone.
+            endless = self._fingerprint["length"] is None
+            check_remainder(remainder, examples, endless)
             if is_map_dataset(source):
                 self._check_is_whole(source)
                 # Grain does not tell the seeds of a dataset.

@@ -14,6 +14,7 @@ from ..compiled._findings import Lint
 from ..data._batches import (
     Reading,
     Transform,
+    check_remainder,
     is_map_dataset,
     make_examples,
     whole_shapes,
@@ -133,6 +134,7 @@ class TrainingData:
             sampler=self.sampler,
         )
         has_epochs = fingerprint["length"] is not None
+        check_remainder(self.remainder, batches, not has_epochs)
         return batches.shapes(), batches.steps if has_epochs else None
 
 

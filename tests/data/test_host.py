@@ -111,6 +111,20 @@ def test_a_transform_gets_whole_batches():
     assert rows(last) == [16, 18, 20, 22]
 
 
+def test_an_example_that_fills_a_batch_up_is_read_once():
+    read: list[int] = []
+
+    def example(i):
+        read.append(int(i))
+        return {"x": np.int32(i)}
+
+    dataset = grain.MapDataset.range(9).map(example)
+    loader = loader_of(dataset, epochs=1, prefetch=0)
+    read.clear()
+    assert [len(rows(batch)) for batch in loader] == [8, 1]
+    assert read == [*range(9), 0]
+
+
 # Memory
 
 
