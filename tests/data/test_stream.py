@@ -162,7 +162,8 @@ def test_a_map_dataset_of_batches_is_entered_at_any_step():
     assert firsts(loader, 2) == [10**6, 10**6 + 1] and min(read) == 10**6
     # After an epoch, the dataset says how the next one goes.
     shuffled = grain.MapDataset.range(3).seed(1).shuffle().map(make)
-    assert firsts(stream(shuffled), 6) == [int(shuffled[i]["x"][0]) for i in range(6)]
+    expected: Any = [shuffled[number] for number in range(6)]
+    assert firsts(stream(shuffled), 6) == [int(batch["x"][0]) for batch in expected]
 
 
 @pytest.mark.parametrize("prefetch", [0, 9])
@@ -275,13 +276,14 @@ def test_the_iterator_is_closed_with_the_loaders(prefetch):
     assert closed.wait(60)
 
 
-@pytest.mark.slow
 def test_a_dataset_that_goes_on_for_ever_is_not_evaluated(unannotated):
     dataset = grain.MapDataset.source([*five()]).repeat()
+    step: Any = lambda model, batch: None  # noqa: E731
     with pytest.raises(ValueError, match="evaluate needs a loader with an end, and"):
-        eqxshard.evaluate(None, lambda model, batch: None, stream(dataset))
+        eqxshard.evaluate(None, step, stream(dataset))
 
 
+@pytest.mark.slow
 def test_fit_and_evaluate_take_it_and_resume():
     optim, rule, mesh = lenient(optax.adam(1e-2)), RULES["replicate"], make_mesh()
     train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
