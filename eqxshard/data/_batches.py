@@ -9,15 +9,15 @@ in `_order.py`; a *position* is a row's position in its batch.
 import functools
 import hashlib
 import sys
+import threading
 import traceback
 from collections.abc import (
     Callable,
     Generator,
-    Iterator,
     Mapping,
 )
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ class Reading:
         """Whether no batch is read ahead, where so many threads would read."""
         return 0 in (self.prefetch, threads) and self.options is None and not self.workers
 
-    def read(self, batches: Any, threads: int) -> Iterator[Any]:
+    def read(self, batches: Any, threads: int) -> Any:
         """An iterator of a `grain.MapDataset` of batches, which reads ahead.
 
         **Arguments:**
@@ -111,6 +111,14 @@ class ExampleBatches:
     transform: Transform | None
     positions: Int[np.ndarray, " positions"]
     threads: int = 1
+    #: A transform may use its memory again, and threads make batches at the same time.
+    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name != "_turn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.Lock())
 
     @property
     def pads(self) -> bool:
@@ -190,7 +198,8 @@ class ExampleBatches:
 
     def _finish(self, arrays: Arrays, real: Bool[np.ndarray, " rows"]) -> Arrays:
         size = len(real)
-        arrays = finished(arrays, self.transform)
+        with self._turn:
+            arrays = finished(arrays, self.transform)
         # Full batches without weights of their own share some on the devices.
         if self.pads and not (real.all() and WEIGHT not in arrays):
             weight = arrays.get(WEIGHT, np.ones(size, np.float32))
@@ -226,7 +235,11 @@ def make_examples(
     which examples they have. Its `"length"` is `None` if the dataset is endless.
     """
     if is_map_dataset(source):
-        _check_has_numbers(source)
+        check_has_numbers(
+            source,
+            "an example",
+            "call .to_iter_dataset().batch(n) on it, and leave batch_size= out",
+        )
         places, length = len(source), finite_length(source)
         fingerprint: dict[str, Any] = {"length": length}
         read = functools.partial(read_examples, source)
@@ -280,16 +293,22 @@ def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
     return {name: _stacked(name, [x[name] for x in examples], listed) for name in names}
 
 
-def _check_has_numbers(dataset: Any) -> None:
-    """Refuse a `grain.MapDataset` some of whose numbers have no example."""
+def check_has_numbers(dataset: Any, element: str, remedy: str) -> None:
+    """Refuse a `grain.MapDataset` some of whose numbers have no element.
+
+    **Arguments:**
+
+    - `dataset`: the dataset.
+    - `element`: what an element is.
+    - `remedy`: what to do about it.
+    """
     try:
         dataset.batch(1)
     except ValueError as error:
         said = f"{error}".strip().partition("\n")[0]
         raise UsageError(
-            "not every number of this dataset has an example, as after .filter(...), so "
-            "the loader cannot make batches of them; call .to_iter_dataset().batch(n) on "
-            f"it, and leave batch_size= out. (Grain says: {said})"
+            f"not every number of this dataset has {element}, as after .filter(...), so "
+            f"the loader cannot count them; {remedy}. (Grain says: {said})"
         ) from error
 
 
@@ -381,6 +400,8 @@ def checked(who: str, arrays: Any, count: int) -> Arrays:
     """The entries of some examples, as arrays of as many rows."""
     if not isinstance(arrays, Mapping):
         raise UsageTypeError(f"{who} returned {kind_of(arrays)}; return a dict of arrays.")
+    if not arrays:
+        raise UsageError(f"{who} returned a dict without entries; return one of arrays.")
     found = {name: as_array(name, entry) for name, entry in arrays.items()}
     for name, array in found.items():
         if array.shape[:1] != (count,):

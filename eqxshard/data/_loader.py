@@ -113,7 +113,8 @@ class Loader:
         no batch gets a `"__weight__"`.
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
         process holds; returns one with the same number of rows. It may write into the
-        arrays that it gets, and use its own again. It runs in Grain's threads or workers.
+        arrays that it gets, and use its own again. It runs in Grain's threads or workers,
+        one call at a time in each process.
     - `prefetch`: how many batches to read ahead. With 0, each batch is read on demand,
         without a thread, as are arrays in memory without a `transform`, whose rows take
         less time to gather than batches take to come from a thread. A `grain.IterDataset`
@@ -290,7 +291,9 @@ class Loader:
     @property
     def has_end(self) -> bool:
         """Whether an epoch ends, as far as the dataset says."""
-        return self._examples is None or self.steps is not None
+        return self.steps is not None or (
+            self._stream is not None and not self._stream.is_endless
+        )
 
     def __len__(self) -> int:
         """The number of batches in an epoch, if the batch size does not change in it."""
@@ -390,8 +393,8 @@ class Loader:
                 yield batch
             if examples is None and self._step == steps.start:
                 warnings.warn(
-                    f"this loader gives no more batches: its dataset has {self._step}; "
-                    "call loader.seek(0) to start again.",
+                    "this loader gives no more batches: its dataset ends before that of "
+                    f"step {steps.start}; call loader.seek(0) to start again.",
                     stacklevel=2,
                 )
 
@@ -456,9 +459,7 @@ class Loader:
 
         `ValueError` if it is negative, or is a step that was taken with another batch size.
         """
-        if step < 0:
-            raise UsageError(f"step {step} is before the start; seek to 0 or a later step.")
-        step = int(step)
+        step = _checked_step(step)
         if self._examples is not None:
             self._examples = self._examples.at(step)
         self._step = step
@@ -520,14 +521,16 @@ class Loader:
 
         **Raises:**
 
-        `ValueError` if the dataset has batches, whose examples have no numbers.
+        `ValueError` if the dataset has batches, whose examples have no numbers; or if the
+        step is negative, or was taken with another batch size.
         """
         if self._examples is None:
             raise UsageError(
                 "the batches of this loader are made by its dataset, so their examples "
                 "have no numbers; look at the batch itself."
             )
-        return self._examples.rows(step)
+        step = _checked_step(step)
+        return self._examples.at(step).rows(step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:
         """The position, as JSON values, for [`eqxshard.Loader.restore`][].
@@ -543,11 +546,16 @@ class Loader:
 
         That step; the number of examples before its batch, over all epochs, or the state of
         each process's iterator; and a fingerprint of what decides which batch that is.
+
+        **Raises:**
+
+        `ValueError` if the step is negative, or was taken with another batch size.
         """
-        step = self._step if step is None else step
+        step = self._step if step is None else _checked_step(step)
         state: dict[str, Any] = {"step": step, "fingerprint": dict(self._fingerprint)}
         if self._examples is not None:
-            return state | {"examples": self._examples.steps.examples_before(step)}
+            steps = self._examples.at(step).steps
+            return state | {"examples": steps.examples_before(step)}
         assert self._stream is not None
         own = self._stream.position(step)
         states = allgather_json(own) if self._spans_processes else [own]
@@ -608,6 +616,13 @@ def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.nd
             "make the mesh of devices of all processes."
         )
     return np.unique(np.concatenate(rows))
+
+
+def _checked_step(step: int) -> int:
+    """A step as an integer of Python's, of which JSON is made; refuse negative ones."""
+    if step < 0:
+        raise UsageError(f"step {step} is before the start; give 0 or a later step.")
+    return operator.index(step)
 
 
 @atexit.register

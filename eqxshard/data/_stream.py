@@ -25,6 +25,7 @@ from ._batches import (
     Reading,
     Transform,
     as_array,
+    check_has_numbers,
     describe_part,
     finished,
     finite_length,
@@ -69,6 +70,11 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
+        #: Whether there is no last batch, as far as the dataset says.
+        self.is_endless = is_map_dataset(batches) and self.length is None
+        if is_map_dataset(batches):
+            remedy = "call .to_iter_dataset() on it"
+            check_has_numbers(batches, "a batch", remedy)
         #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
         #: nor its functions.
         self._parts: list[str] | None = None
@@ -174,6 +180,8 @@ class BatchStream:
 
     def _open(self, step: int = 0) -> Any:
         """An iterator with `get_state` and `set_state`; only a `MapDataset`'s at `step`."""
+        if self.length == 0:
+            raise _no_batches()
         if is_map_dataset(self._batches):
             import grain
 

@@ -157,7 +157,10 @@ def predict(
     check_not_donated(arrays, "model")
     mesh = mesh_of(arrays, "model")
     compiled = _compile(fn, signature, mesh, precision)
-    rows = _rows(loader) if isinstance(loader, Loader) and loader.has_rows else None
+    rows = None
+    if isinstance(loader, Loader) and loader.has_rows:
+        with loader.from_start():
+            rows = _rows(loader)
     parts: list[PyTree[np.ndarray]] = []
     running: deque[PyTree[Array]] = deque()
 

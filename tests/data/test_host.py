@@ -1,5 +1,6 @@
 from contextlib import closing
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +162,14 @@ def test_sources_and_transforms_may_use_their_arrays_again(prefetch, transform):
         np.testing.assert_array_equal(batch["x"], x)
 
 
+def test_a_transform_may_use_its_arrays_again_where_many_threads_read():
+    dataset = grain.MapDataset.range(512).map(lambda i: {"x": np.full(4096, i, np.int32)})
+    options: dict = {"transform": doubled_in_one_buffer, "shuffle": True}
+    batches = [*loader_of(dataset, epochs=1, **options)]
+    found = np.stack([batch["x"] for batch in batches]).reshape(512, 4096)
+    np.testing.assert_array_equal(found, 2 * np.arange(512)[:, None].repeat(4096, 1))
+
+
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_what_a_source_returns_stays_as_it_is(placement):
     class Whole(Refilled):
@@ -229,6 +238,8 @@ def test_what_devices_cannot_hold_is_an_error(unannotated):
             list(loader_of(eqxshard.data.ArraySource({name: array})))
     with pytest.raises(TypeError, match="transform returned None; return a dict"):
         list(loader_of(numbers(8), transform=lambda batch: None))
+    with pytest.raises(ValueError, match="transform returned a dict without entries; ret"):
+        list(loader_of(numbers(9), transform=lambda batch: {}))
     source = eqxshard.data.ArraySource({"__weight__": np.ones((9, 2), np.float32)})
     with pytest.raises(ValueError, match=r"'__weight__' has shape \(8, 2\) for 8 examples"):
         list(loader_of(source, epochs=1))

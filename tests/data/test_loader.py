@@ -143,5 +143,7 @@ def test_a_mesh_is_not_text(unannotated):
 
 
 def test_seeking_before_the_start_is_an_error():
-    with pytest.raises(ValueError, match="step -1 is before the start"):
-        loader_of(numbers(10)).seek(-1)
+    loader = loader_of(numbers(10))
+    for before in (loader.seek, loader.rows, loader.state):
+        with pytest.raises(ValueError, match="step -1 is before the start"):
+            before(-1)

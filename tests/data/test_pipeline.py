@@ -87,10 +87,11 @@ def test_a_thread_reads_files_ahead_but_not_memory_or_datasets_that_grain_reads(
     file = eqxshard.data.ArraySource({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
     on_demand = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     examples = grain.MapDataset.range(64).map(lambda number: {"x": np.int32(number)})
+    batched = examples.batch(8).to_iter_dataset(on_demand)
     loaders = [
         (loader_of(file, shuffle=False), 1),
         (loader_of(numbers(64), shuffle=False), 0),
-        (loader_of(examples.batch(8).to_iter_dataset(on_demand), batch_size=None), 0),
+        (eqxshard.Loader(batched, mesh=mesh_of(count=1)), 0),
     ]
     for loader, threads in loaders:
         with closing(iter(loader)) as batches:

@@ -140,7 +140,8 @@ def test_a_map_dataset_of_batches_is_entered_at_any_step():
     assert firsts(loader, 2) == [10**6, 10**6 + 1] and min(read) == 10**6
     # After an epoch, the dataset says how the next one goes.
     shuffled = grain.MapDataset.range(3).seed(1).shuffle().map(make)
-    assert firsts(stream(shuffled), 6) == [int(shuffled[i]["x"][0]) for i in range(6)]
+    expected: Any = [shuffled[number] for number in range(6)]
+    assert firsts(stream(shuffled), 6) == [int(batch["x"][0]) for batch in expected]
 
 
 @pytest.mark.parametrize("prefetch", [0, 9])
@@ -153,7 +154,7 @@ def test_other_iterables_are_read_again_with_a_word(prefetch, capsys):
     loader.seek(3)
     assert firsts(loader) == [3, 4]
     assert "reading 3 batches again" in capsys.readouterr().err
-    with pytest.warns(UserWarning, match=r"dataset has 5; call loader\.seek\(0\)"):
+    with pytest.warns(UserWarning, match=r"ends before that of step 5; call loader"):
         assert firsts(loader) == []
 
 
@@ -235,6 +236,13 @@ def test_the_iterator_is_closed_with_the_loaders(prefetch):
     assert not closed.is_set()
     batches.close()
     assert closed.wait(60)
+
+
+def test_a_dataset_that_goes_on_for_ever_is_not_evaluated(unannotated):
+    dataset = grain.MapDataset.source([*five()]).repeat()
+    step: Any = lambda model, batch: None  # noqa: E731
+    with pytest.raises(ValueError, match="evaluate needs a loader with an end, and"):
+        eqxshard.evaluate(None, step, stream(dataset))
 
 
 @pytest.mark.slow
@@ -379,6 +387,7 @@ def test_a_position_of_another_pipeline_is_an_error():
         ([{"x": np.full(8, 2**40)}], ValueError, "'x' has integers from 0 to"),
         ([{"x": np.ones(8), "y": np.ones(7)}], ValueError, "give all arrays"),
         ([{"x": np.ones(())}], ValueError, "give all arrays"),
+        (grain.MapDataset.range(4).batch(8, drop_remainder=True), ValueError, "no batches"),
         ([{"x": np.ones(12)}], ValueError, "batch size 12 does not divide over data=8"),
         (
             [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
@@ -402,6 +411,12 @@ def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
         ([], {"remainder": "drop"}, ValueError, "remainder='drop' is for a loader that m"),
         ([], {"placement": "device"}, ValueError, "placement='device' is for arrays"),
         ([], {"workers": 1}, ValueError, "workers= cannot divide the work of a list"),
+        (
+            grain.MapDataset.source([*five()]).filter(lambda batch: batch["x"][0] % 2 == 0),
+            {},
+            ValueError,
+            r"not every number of this dataset has a batch, .*; call .to_iter_dataset\(",
+        ),
         (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
         ([], {"prefetch": -1}, ValueError, "prefetch=-1 must be at least 0"),
     ],

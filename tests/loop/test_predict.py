@@ -56,6 +56,16 @@ def test_outputs_are_those_of_each_example_in_order(state, expected, options):
     np.testing.assert_allclose(found["out"], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_outputs_are_of_a_whole_epoch_after_the_batch_size_changed(state):
+    before = loader_of(shuffle=True)
+    before.seek(2)
+    loader = loader_of(shuffle=True, batch_size=16)
+    loader.restore(before.state())
+    found = eqxshard.predict(state.model, outputs, loader)
+    assert found["index"].tolist() == [*range(100)]
+    assert loader.state()["step"] == 2
+
+
 def test_the_function_is_compiled_once(state):
     traced = []
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -29,10 +30,10 @@ class Lines:
     def __len__(self):
         return len(self.arrays["x"])
 
-    def __getitem__(self, number):
-        self.read.add(number)
-        row = {name: array[number] for name, array in self.arrays.items()}
-        return {**row, "number": np.int32(number)}
+    def __getitem__(self, index):
+        self.read.add(index)
+        row = {name: array[index] for name, array in self.arrays.items()}
+        return {**row, "number": np.int32(index)}
 
 
 def numbered():
@@ -64,7 +65,7 @@ def listed(batch=BATCH):
     return [{k: v[n : n + batch] for k, v in arrays.items()} for n in starts]
 
 
-def record():
+def record() -> tuple[list[list[int]], dict[str, Any]]:
     """A train step, and the list of the examples that it gets, of each batch."""
     seen: list[list[int]] = []
     step = eqxshard.make_train_step(loss_fn, make_sgd(1))
@@ -75,7 +76,8 @@ def record():
         seen.append(numbers[weight > 0].tolist())
         return step(state, batch)
 
-    return seen, {"train_step": train_step, "loss_fn": None, "make_optim": make_sgd}
+    options: dict[str, Any] = {"loss_fn": None, "make_optim": make_sgd}
+    return seen, options | {"train_step": train_step}
 
 
 WAYS = {
@@ -100,7 +102,7 @@ WAYS = {
 )
 def test_a_run_resumes_in_any_data(tmp_path, way):
     expected, options = record()
-    options = options | {"epochs": None, "eval_data": None}
+    options |= {"epochs": None, "eval_data": None}
     whole = train(tmp_path / "whole", train_data=WAYS[way](), steps=10, **options)
     assert len(expected) == 10 and [*map(len, expected)] == [BATCH] * 10
     found, step = record()
@@ -121,14 +123,16 @@ def test_another_batch_size_goes_on_with_the_next_example(tmp_path, capsys, way)
     epochs = 2 if way != "endless" else None
     expected, options = record()
     options = options | {"eval_data": None}
-    steps = {"epochs": None, "steps": 12}
-    train(tmp_path / "whole", train_data=WAYS[way](), **options | steps)
+    steps: dict[str, Any] = {"epochs": None, "steps": 12}
+    train(tmp_path / "whole", CONFIG, train_data=WAYS[way](), **options | steps)
     found, step = record()
-    train(tmp_path / "run", train_data=WAYS[way](), **options | step | steps | {"steps": 5})
+    options |= step
+    few = steps | {"steps": 5}
+    train(tmp_path / "run", CONFIG, train_data=WAYS[way](), **options | few)
     config = dataclasses.replace(RESUME, batch_size=8)
     # Of 192 examples, 112 are left.
-    length = {"epochs": epochs, "steps": None if epochs else 5 + 14}
-    train(tmp_path / "run", config, train_data=WAYS[way](), **options | step | length)
+    length: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else 5 + 14}
+    train(tmp_path / "run", config, train_data=WAYS[way](), **options | length)
     assert np.concatenate(found).tolist() == np.concatenate(expected).tolist()
     assert "batch_size 16 -> 8" in capsys.readouterr().out
 
@@ -206,14 +210,14 @@ def test_an_evaluation_is_the_same_of_all_kinds_of_data(tmp_path):
         "list": (batches, whole),
     }
     for name, (data, same) in pairs.items():
-        options = {"epochs": None, "steps": 2, "make_optim": make_sgd}
+        options: dict[str, Any] = {"epochs": None, "steps": 2, "make_optim": make_sgd}
         found = train(tmp_path / name, eval_data=data, **options).metrics
         expected = train(tmp_path / f"{name}-arrays", eval_data=same, **options).metrics
         assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_another_seed_orders_arrays_otherwise_and_a_dataset_of_grain_not(tmp_path, capsys):
-    options = {"epochs": None, "eval_data": None}
+    options: dict[str, Any] = {"epochs": None, "eval_data": None}
     other = dataclasses.replace(RESUME, seed=1)
     arrays, dataset = tmp_path / "arrays", tmp_path / "dataset"
     train(arrays, steps=3, **options)

@@ -233,7 +233,7 @@ def scale(example, rng):
 
 
 def test_explain_and_random_transforms_of_examples():
-    rows = grain.MapDataset.source(batches()[0]["x"]).map(lambda x: {"x": x})
+    rows = grain.MapDataset.source([{"x": x} for x in batches()[0]["x"]])
     dataset = rows.seed(0).random_map(scale)
     found = []
     for explicit in (True, False):
