@@ -667,7 +667,7 @@ def _kind_of(fingerprint: Mapping[str, Any]) -> str:
     """The kind of source that a fingerprint is of."""
     if "seed" in fingerprint:
         return "arrays"
-    if "examples" in fingerprint:
+    if "length" in fingerprint:
         return "a grain.MapDataset of examples"
     is_grain = "workers" in fingerprint
     return "a Grain dataset of batches" if is_grain else "an iterable of batches"
