@@ -46,12 +46,12 @@ def restore_position(
 ) -> None:
     """Move the loader to the position of a checkpoint.
 
-    Another batch size is no mistake: the run says that it has changed.
+    Another batch size of examples is no mistake: the run says that it has changed.
 
     **Raises:**
 
-    `ValueError` if `--seed` would order the examples otherwise; and as
-    [`eqxshard.Loader.restore`][] does.
+    `ValueError` if `--seed` would order the examples otherwise, or a dataset that makes
+    batches made others; and as [`eqxshard.Loader.restore`][] does.
     """
     saved = position.get("fingerprint")
     seed = saved.get("seed", config.seed) if isinstance(saved, Mapping) else config.seed
@@ -62,3 +62,10 @@ def restore_position(
             "another folder."
         )
     loader.restore(position)
+    rows = position.get("rows", config.batch_size)
+    if rows != config.batch_size:
+        raise UsageError(
+            f"--batch-size is {config.batch_size}, and the run in this folder has batches "
+            f"of {rows}, which its dataset makes; resume with --batch-size {rows}, or "
+            "start a new run with a grain.MapDataset of examples, where it can change."
+        )

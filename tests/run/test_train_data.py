@@ -239,6 +239,26 @@ def test_another_seed_orders_arrays_otherwise_and_a_dataset_of_grain_not(tmp_pat
     assert found == expected
 
 
+def test_data_of_another_kind_are_refused_by_name(tmp_path):
+    kinds = {
+        "arrays": numbered(),
+        "a grain.MapDataset of examples": examples(),
+        "a Grain dataset of batches": filtered(BATCH),
+        "an iterable of batches": listed(),
+    }
+    options: dict[str, Any] = {"epochs": None, "eval_data": None, "make_optim": make_sgd}
+    train(tmp_path / "arrays", train_data=kinds["arrays"], steps=2, **options)
+    train(tmp_path / "batches", train_data=filtered(BATCH), steps=2, **options)
+    options["steps"] = 4
+    for folder, before in [("arrays", "arrays"), ("batches", "a Grain dataset of batches")]:
+        for kind in kinds.keys() - {before}:
+            said = refusal(tmp_path / folder, RESUME, train_data=kinds[kind], **options)
+            assert f"is of a loader of {before}, and this is one of {kind}; " in said
+    smaller = dataclasses.replace(RESUME, batch_size=8)
+    said = refusal(tmp_path / "batches", smaller, train_data=filtered(8), **options)
+    assert "--batch-size is 8, and the run in this folder has batches of 16, which" in said
+
+
 @pytest.mark.slow
 def test_a_plan_reads_a_few_examples(capsys):
     lines = Lines()
