@@ -40,6 +40,11 @@ Transform = Callable[[Arrays], Mapping[str, Any]]
 #: By default, so many threads read a Grain dataset of examples, a batch each.
 THREADS = 16
 
+#: To pass something from one thread to another costs as much as to gather a batch of small
+#: images, so small batches of arrays are gathered and passed on together.
+_TOGETHER_BYTES = 2**21
+_TOGETHER_BATCHES = 16
+
 #: Datasets of so many elements are endless: they were repeated without a number.
 _ENDLESS = 2**40
 
@@ -174,17 +179,42 @@ class ExampleBatches:
             return
         import grain
 
-        numbers = grain.MapDataset.range(steps.start, steps.stop)
-        with closing(reading.read(numbers.map(self.make), self.threads)) as batches:
-            yield from batches
+        first, together = [], 1
+        if self.threads == 1 and self.transform is None:
+            first, steps = [self.make(step) for step in steps[:1]], steps[1:]
+            nbytes = sum(array.nbytes for batch in first for array in batch.values())
+            together = min(max(_TOGETHER_BYTES // max(nbytes, 1), 1), _TOGETHER_BATCHES)
+        if together > 1:
+            # With one group ahead, the thread would wait for us as often as we for it.
+            ahead = max(-(-reading.prefetch // together), 2)
+            reading = replace(reading, prefetch=ahead)
+        firsts = grain.MapDataset.range(steps.start, steps.stop, together)
+        groups = firsts.map(functools.partial(self._make_group, steps.stop, together))
+        with closing(reading.read(groups, self.threads)) as groups:
+            groups.start_prefetch()
+            yield from first
+            for group in groups:
+                yield from group
 
     def make(self, step: int) -> Arrays:
         """The batch of a step."""
+        (batch,) = self._make_group(step + 1, 1, step)
+        return batch
+
+    def _make_group(self, stop: int, count: int, first: int) -> list[Arrays]:
+        """The batches of a number of steps from the first on, but not of `stop`."""
+        steps = range(first, min(first + count, stop))
+        size = len(self.positions)
         try:
-            ((rows,), (real,)) = self.padded(range(step, step + 1), self.positions)
-            return self._finish(self.read(rows), real)
+            rows, real = self.padded(steps, self.positions)
+            arrays = self.read(rows.reshape(-1))
+            parts = (
+                {name: array[i * size : (i + 1) * size] for name, array in arrays.items()}
+                for i in range(len(steps))
+            )
+            return [self._finish(part, ours) for part, ours in zip(parts, real)]
         except StopIteration as error:
-            raise stopped(f"the batch of step {step}", error) from error
+            raise stopped(f"the batch of step {first}", error) from error
 
     def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""

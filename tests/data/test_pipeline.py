@@ -101,21 +101,30 @@ def test_a_thread_reads_files_ahead_but_not_memory_or_datasets_that_grain_reads(
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("prefetch", [1, 5])
-def test_batches_are_gathered_ahead_while_the_caller_computes(prefetch):
+@pytest.mark.parametrize(
+    ("row_bytes", "prefetch", "calls"),
+    [
+        # Batches of 2 MiB: one per call.
+        (2**18, 1, 1 + 1),
+        (2**18, 5, 1 + 5),
+        # Batches of 128 KiB: after the first, 16 per call.
+        (2**14, 2, 1 + 2),
+    ],
+)
+def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetch, calls):
     gathered = threading.Semaphore(0)
 
-    class Counted:
+    class Large:
         def __len__(self):
             return 2**20
 
         def gather(self, indices):
             gathered.release()
-            return {"x": indices}
+            return {"x": np.zeros((len(indices), row_bytes), np.uint8)}
 
-    with closing(iter(loader_of(Counted(), prefetch=prefetch))) as batches:
+    with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
         next(batches)
-        for _ in range(1 + prefetch):
+        for _ in range(calls):
             assert gathered.acquire(timeout=60)
         assert not gathered.acquire(timeout=0.05)
 
