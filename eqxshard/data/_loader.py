@@ -210,7 +210,7 @@ class Loader:
                 shuffle=shuffle,
                 sampler=sampler,
             )
-            self._assert_same({**self._fingerprint, "batch_size": size})
+            self._assert_same({**self._fingerprint, "batch_size": size, "epochs": epochs})
             # Only now, because the source may be empty in one process alone.
             endless = self._fingerprint["length"] is None
             check_remainder(remainder, examples, endless)

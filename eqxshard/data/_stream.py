@@ -124,12 +124,24 @@ class BatchStream:
         self.remember([Mark(step, _from_json(state))])
 
     def first(self) -> Arrays:
-        """This process's part of the first batch; read for its shapes."""
-        with closing(_HostIterator(self._open(), self._transform)) as iterator:
-            try:
-                return next(iterator)
-            except StopIteration:
-                raise _no_batches() from None
+        """This process's part of the first batch; read for its shapes.
+
+        If one of several processes has none, there is an error in all of them.
+        """
+        arrays: Arrays = {}
+        failure: Exception | None = None
+        try:
+            with closing(_HostIterator(self._open(), self._transform)) as iterator:
+                arrays = next(iterator)
+        except StopIteration:
+            failure = _no_batches()
+        except Exception as error:
+            failure = error
+        failures = [failure and repr(failure)]
+        if self._spans:
+            failures = allgather_json(failures[0])
+        _raise_in_all(failure, failures)
+        return arrays
 
     def batches(
         self, start: "Mark", step: int, check: Callable[[Arrays, int], None]
@@ -244,14 +256,7 @@ def _read_in_groups(
         everyone = allgather_json([len(group), failure and repr(failure)])
         counts = [count for count, _ in everyone]
         yield from group[: min(counts)]
-        if failure is not None:
-            raise failure
-        for process, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                raise UsageError(
-                    f"process {process} could not make its batches: {theirs}; look at its "
-                    "own output."
-                )
+        _raise_in_all(failure, [theirs for _, theirs in everyone])
         step += min(counts)
         if max(counts) > min(counts):
             fewest, most = counts.index(min(counts)), counts.index(max(counts))
@@ -262,6 +267,24 @@ def _read_in_groups(
             )
         if counts[0] < _GROUP:
             return
+
+
+def _raise_in_all(failure: Exception | None, failures: Sequence[str | None]) -> None:
+    """Raise an error in all processes if one of them has failed.
+
+    **Arguments:**
+
+    - `failure`: the error of this process.
+    - `failures`: the texts of the errors of all.
+    """
+    if failure is not None:
+        raise failure
+    for process, text in enumerate(failures):
+        if text is not None:
+            raise UsageError(
+                f"process {process} could not make its batches: {text}; look at its own "
+                "output."
+            )
 
 
 def _close(ahead: Any, iterator: "_HostIterator") -> None:

@@ -33,7 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 #: Remedies for a host without memory, by what the run did.
 _OF_HOST = {
-    "data": "use a smaller prefetch=, fewer workers=, or a smaller batch.",
+    "data": "use a smaller prefetch=, fewer threads in read_options=, fewer workers=, or a "
+    "smaller batch.",
     "checkpoint": "a save holds a copy of this process's part of the state, {state}; save "
     "from more processes, or leave more of the host's memory free.",
     "other": "look at what this process keeps, such as datasets and lists of results.",

@@ -356,6 +356,12 @@ try:
 except ValueError as error:
     print(error)
 
+failing = [{"x": np.ones(4)}] if number == 0 else [{"x": "text"}]
+try:
+    eqxshard.Loader(failing, mesh=mesh).shapes()
+except (TypeError, ValueError) as error:
+    print(error)
+
 uneven = eqxshard.Loader([{"x": np.arange(4 + 4 * number)}], mesh=mesh)
 try:
     next(iter(uneven))
@@ -372,6 +378,7 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     out = capsys.readouterr().out
     says = "differ in batch rows: 8 in process 0; 16 in process 1. Start all of them alike"
     assert out.count(says) == 2, out
+    assert out.count("process 1 could not make its batches: Usage") == 1, out
     assert out.count("the dataset is not the same in all processes; give each") == 2, out
 
 
