@@ -30,7 +30,7 @@ from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked
 from ..sharding._text import first_few
 from ._order import Order, Steps
-from ._sources import ArraySource, Source, as_source, copied, empty, is_in_memory
+from ._sources import ArraySource, Source, as_source, copied, empty
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
@@ -60,9 +60,10 @@ class Reading:
     options: Any
     workers: int
 
-    def is_on_demand(self, threads: int) -> bool:
-        """Whether no batch is read ahead, where so many threads would read."""
-        return 0 in (self.prefetch, threads) and self.options is None and not self.workers
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether no batch is read ahead."""
+        return self.prefetch == 0 and self.options is None and not self.workers
 
     def read(self, batches: Any, threads: int) -> Any:
         """An iterator of a `grain.MapDataset` of batches, which reads ahead.
@@ -106,8 +107,7 @@ class ExampleBatches:
     - `steps`: which places are each step's.
     - `transform`: as for the loader.
     - `positions`: the positions in a batch that this process holds.
-    - `threads`: how many threads read at a time, a batch each; with 0, each batch is made
-        on demand.
+    - `threads`: how many threads read at a time, a batch each.
     """
 
     read: Callable[[Int[np.ndarray, " n"]], Arrays]
@@ -117,7 +117,7 @@ class ExampleBatches:
     positions: Int[np.ndarray, " positions"]
     threads: int = 1
     #: A transform may use its memory again, and threads make batches at the same time.
-    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _turn: Any = field(default_factory=threading.Lock, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in self.__dict__.items() if name != "_turn"}
@@ -173,12 +173,9 @@ class ExampleBatches:
 
     def batches(self, steps: range, reading: Reading) -> Generator[Arrays]:
         """The batches of some steps, read ahead; close it to end its threads early."""
-        if reading.is_on_demand(self.threads):
-            # Grain, which takes as long to import as JAX, is not asked.
+        if reading.is_on_demand:
             yield from map(self.make, steps)
             return
-        import grain
-
         first, together = [], 1
         if self.threads == 1 and self.transform is None:
             first, steps = [self.make(step) for step in steps[:1]], steps[1:]
@@ -188,6 +185,12 @@ class ExampleBatches:
             # With one group ahead, the thread would wait for us as often as we for it.
             ahead = max(-(-reading.prefetch // together), 2)
             reading = replace(reading, prefetch=ahead)
+        if "grain" not in sys.modules:
+            # It takes as long to import as JAX, for which the first step does not wait.
+            yield from first
+            first = []
+        import grain
+
         firsts = grain.MapDataset.range(steps.start, steps.stop, together)
         groups = firsts.map(functools.partial(self._make_group, steps.stop, together))
         with closing(reading.read(groups, self.threads)) as groups:
@@ -286,8 +289,7 @@ def make_examples(
             "sampler": rows.digest(),
         }
         read, number = functools.partial(read_rows, source), rows.rows
-        # To copy rows of memory costs less than to pass a batch from a thread.
-        threads = 0 if transform is None and is_in_memory(source) else 1
+        threads = 1
     steps = Steps(size, places, fills=remainder == "pad" and length is not None)
     whole = np.arange(size)
     made = ExampleBatches(read, number, steps, transform, whole, threads)

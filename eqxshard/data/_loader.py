@@ -116,10 +116,10 @@ class Loader:
         process holds; returns one with the same number of rows. It may write into the
         arrays that it gets, and use its own again. It runs in Grain's threads or workers,
         one call at a time in each process.
-    - `prefetch`: how many batches to read ahead. With 0, each batch is read on demand,
-        without a thread, as are arrays in memory without a `transform`, whose rows take
-        less time to gather than batches take to come from a thread. A `grain.IterDataset`
-        reads ahead by its own options.
+    - `prefetch`: how many batches to read ahead. Small batches of arrays are gathered
+        several at a time if there is no `transform`, so a few more may be. With 0, each
+        batch is read on demand, without a thread. A `grain.IterDataset` reads ahead by its
+        own options.
     - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, whose batches are
         read by so many threads, one each, instead; by default 16.
     - `workers`: the number of worker processes that read and transform batches, for

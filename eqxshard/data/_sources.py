@@ -149,18 +149,6 @@ def copied(array: np.ndarray) -> np.ndarray:
     return memory
 
 
-def is_in_memory(source: Source) -> bool:
-    """Whether these are arrays in memory of NumPy's, not in that of a file, say."""
-    return type(source) is ArraySource and all(map(_is_in_memory, source.arrays.values()))
-
-
-def _is_in_memory(array: np.ndarray) -> bool:
-    base = array.base
-    if isinstance(base, np.ndarray):
-        return _is_in_memory(base)
-    return base is None or isinstance(base, bytes)
-
-
 def as_source(source: Any) -> Source:
     """A source, also of a dict of arrays; refuse the rest, and say what to do with it."""
     if isinstance(source, Mapping):
