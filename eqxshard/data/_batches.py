@@ -322,7 +322,7 @@ def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
         if names != [*example] and {*names} != {*example}:
             raise UsageError(
                 f"example {number} of the dataset has the entries {sorted(example)}, and "
-                f"example {listed[0]} has {sorted(names)}; give all the same."
+                f"example {listed[0]} has {sorted(names)}; give all examples the same."
             )
     return {name: _stacked(name, [x[name] for x in examples], listed) for name in names}
 

@@ -50,7 +50,7 @@ from ._options import check_numbers, check_order, check_placement, check_reading
 from ._order import Sampler, Steps
 from ._resident import ResidentDataset
 from ._sources import Source, check_batches
-from ._stream import BatchStream, Mark
+from ._stream import BatchStream, Mark, raise_in_all
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
@@ -268,13 +268,8 @@ class Loader:
                 digest = digest_of_first(dataset)
             except Exception as error:
                 failure = error
-        digest = broadcast_from_first(digest)
-        if failure is not None:
-            raise failure
-        if digest is None:
-            raise UsageError(
-                "process 0 could not read the dataset's first example; look at its output."
-            )
+        digest, text = broadcast_from_first([digest, failure and repr(failure)])
+        raise_in_all(failure, [text])
         return digest
 
     def _hold(self, size: int) -> None:

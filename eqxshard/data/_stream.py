@@ -140,7 +140,7 @@ class BatchStream:
         failures = [failure and repr(failure)]
         if self._spans:
             failures = allgather_json(failures[0])
-        _raise_in_all(failure, failures)
+        raise_in_all(failure, failures)
         return arrays
 
     def batches(
@@ -256,7 +256,7 @@ def _read_in_groups(
         everyone = allgather_json([len(group), failure and repr(failure)])
         counts = [count for count, _ in everyone]
         yield from group[: min(counts)]
-        _raise_in_all(failure, [theirs for _, theirs in everyone])
+        raise_in_all(failure, [theirs for _, theirs in everyone])
         step += min(counts)
         if max(counts) > min(counts):
             fewest, most = counts.index(min(counts)), counts.index(max(counts))
@@ -269,7 +269,7 @@ def _read_in_groups(
             return
 
 
-def _raise_in_all(failure: Exception | None, failures: Sequence[str | None]) -> None:
+def raise_in_all(failure: Exception | None, failures: Sequence[str | None]) -> None:
     """Raise an error in all processes if one of them has failed.
 
     **Arguments:**

@@ -356,6 +356,14 @@ try:
 except ValueError as error:
     print(error)
 
+def broken(example):
+    raise KeyError("example 0 is broken")
+
+try:
+    eqxshard.Loader(examples.map(broken), batch_size=8, mesh=mesh)
+except (KeyError, ValueError) as error:
+    print(type(error).__name__, error)
+
 failing = [{"x": np.ones(4)}] if number == 0 else [{"x": "text"}]
 try:
     eqxshard.Loader(failing, mesh=mesh).shapes()
@@ -378,6 +386,8 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     out = capsys.readouterr().out
     says = "differ in batch rows: 8 in process 0; 16 in process 1. Start all of them alike"
     assert out.count(says) == 2, out
+    assert out.count("KeyError 'example 0 is broken'") == 1, out
+    assert out.count("UsageError process 0 could not make its batches: KeyError") == 1, out
     assert out.count("process 1 could not make its batches: Usage") == 1, out
     assert out.count("the dataset is not the same in all processes; give each") == 2, out
 
