@@ -2,6 +2,7 @@
 
 import collections
 import functools as ft
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +13,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ..sharding._explicit import auto_mesh
+from ..sharding._explicit import auto_mesh, constrain_to
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import spec_axes
+from ..transforms._dtypes import at_least_float32
 from ._gradients import Gradients
 from ._layout import StateLayout
 from .rewrite._jaxprs import equations
 
-#: Arrays with fewer elements are checked together: with a reduction for each, a small model
-#: would take longer to check than to update. (XLA:CPU copies what is reduced together, and
-#: on a GPU, an array with more has a kernel of its own.)
+#: Arrays with fewer elements on each device are checked together: with a reduction for
+#: each, a small model would take longer to check than to update. (On a GPU, an array with
+#: more has a kernel of its own.)
 _SMALL_ON_CPUS, _SMALL_ON_GPUS = 2**13, 2**20
-#: So many gradients are read together, each with what is made of it: XLA reads no more than
-#: 96 arrays in a kernel.
+#: So many gradients of one shape are read together, each with what is made of it: XLA reads
+#: no more than 96 arrays in a kernel.
 _TOGETHER = 20
 #: What makes an update too expensive to be computed twice.
 _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
@@ -70,17 +72,27 @@ def guard_update(
         writes, finite = finite & gradients.is_step, finite | ~gradients.is_step
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
-        # kernel that writes several results at once. A cheap update is computed again, in
-        # the place of the old values, rather than kept until it is known to be finite;
-        # but not if it does something besides, such as to print.
+        # kernel that writes several results at once. A cheap update of large arrays is
+        # computed again, in the place of the old values, rather than kept until it is
+        # known to be finite; but not if it does something besides, such as to print. Small
+        # arrays are kept: to compile their update again takes longer than to copy them.
         jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
-        make = (lambda: new) if expensive or jaxpr.effects else compute
-        kept = jax.lax.cond(writes, make, lambda: arrays)
+        is_kept = expensive or jaxpr.effects or _are_small(gradients, layout)
+        kept = jax.lax.cond(writes, (lambda: new) if is_kept else compute, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.
         kept = jax.tree.map(lambda new, old: jnp.where(writes, new, old), new, arrays)
     return eqx.combine(kept, static), finite
+
+
+def _are_small(gradients: Gradients, layout: StateLayout) -> bool:
+    """Whether the mean gradient has few elements on each device."""
+    sizes = [
+        math.prod(sharding.shard_shape(grad.shape))
+        for grad, _, sharding in _changes(gradients.grads, None, layout.update)
+    ]
+    return sum(sizes) < len(sizes) * _SMALL_ON_CPUS
 
 
 #: A new array, what it takes the place of (`None` for a gradient), and their sharding.
@@ -114,56 +126,59 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     found = [change for change in changes if is_inexact(change[0]) and change[0].size]
     if not found:
         return jnp.array(True)
-    new, old, shardings = map(list, zip(*found))
-    specs = [sharding.spec for sharding in shardings]
-    places = _places(new, old, specs)
+    small = _SMALL_ON_CPUS if is_on_cpus(mesh) else _SMALL_ON_GPUS
+    largest, specs = _largest_magnitudes(found, small)
     used = {axis for spec in specs for axis in spec_axes(spec)}
     # In the mesh's order: a set's would differ from one process to the next.
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
 
-    small = _SMALL_ON_CPUS if is_on_cpus(mesh) else _SMALL_ON_GPUS
-
-    def count_bad(new: list[Array], old: list[Array | None]) -> Int[Array, ""]:
-        together = collections.defaultdict(list)
-        for place, leaf, before in zip(places, new, old):
-            bad = ~jnp.isfinite(leaf)
-            together[place].append(bad if before is None else bad & jnp.isfinite(before))
-        masks = [ft.reduce(operator.or_, place) for place in together.values()]
-        found = [jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, small)]
-        count = ft.reduce(operator.add, found)
+    def count_bad(largest: list[Array]) -> Int[Array, ""]:
+        bad = [~jnp.isfinite(each) for each in largest]
+        few = [each.ravel() for each in bad if each.size < small]
+        together = [jnp.concatenate(few)] if few else []
+        many = [each for each in bad if each.size >= small]
+        counts = [jnp.any(each).astype(jnp.int32) for each in together + many]
+        count = ft.reduce(operator.add, counts)
         return jax.lax.psum(count, axes) if axes else count
 
-    in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
-    replicated = PartitionSpec()
-    count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=replicated)
-    return count(new, old) == 0
+    count = jax.shard_map(
+        count_bad, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()
+    )
+    return count(largest) == 0
 
 
-def _places(
-    new: Sequence[Array], old: Sequence[Array | None], specs: Sequence[PartitionSpec]
-) -> list[tuple[Any, ...]]:
-    """For each array a name that it shares with those to read in the same pass.
+def _largest_magnitudes(
+    changes: Sequence[Change], small: int
+) -> tuple[list[Array], list[PartitionSpec]]:
+    """Arrays that are finite where all of some changed arrays are; and their specs.
 
-    These are a gradient, its parameter and what the optimizer keeps for it: the arrays of
-    one kind come in the order of the gradients of that kind.
+    A gradient, its parameter and what the optimizer keeps for it are read in one pass: the
+    arrays of one shape and spec come in the order of the gradients of that kind. So are
+    small arrays of one kind, `_TOGETHER` at a time, with as little code as there can be:
+    of a deep model, XLA would compile the check for longer than the update.
     """
-    kinds = [(leaf.shape, spec) for leaf, spec in zip(new, specs)]
-    gradients = collections.Counter(kind for kind, leaf in zip(kinds, old) if leaf is None)
+    kinds = [(new.shape, sharding.spec) for new, _, sharding in changes]
+    gradients = collections.Counter(
+        kind for kind, (_, old, _) in zip(kinds, changes) if old is None
+    )
     seen: collections.Counter[Any] = collections.Counter()
-    places = []
-    for kind in kinds:
-        places.append((kind, seen[kind] % max(gradients[kind], 1)))
+    groups: dict[Any, list[Array]] = collections.defaultdict(list)
+    shardings: dict[Any, NamedSharding] = {}
+    for kind, (new, old, sharding) in zip(kinds, changes):
+        place = seen[kind] % max(gradients[kind], 1)
         seen[kind] += 1
-    return places
-
-
-def _grouped(masks: list[Array], small: int) -> list[Array]:
-    """Arrays to reduce one by one: the large ones, and all small ones in one."""
-    few = [mask.ravel() for mask in masks if mask.size < small]
-    groups = [few[i : i + _TOGETHER] for i in range(0, len(few), _TOGETHER)]
-    # Behind barriers, as XLA would reduce each array by itself.
-    parts = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
-    longest = max((part.size for part in parts), default=0)
-    padded = [jnp.pad(part, (0, longest - part.size)) for part in parts]
-    together = [ft.reduce(operator.or_, padded)] if padded else []
-    return [mask for mask in masks if mask.size >= small] + together
+        is_small = math.prod(sharding.shard_shape(new.shape)) < small
+        group = kind, place // _TOGETHER if is_small else place
+        size = jnp.abs(at_least_float32(new))
+        # What is shaped like a gradient starts as a finite number.
+        if old is not None and not gradients[kind]:
+            size = jnp.where(jnp.isfinite(old), size, 0)
+        groups[group].append(size)
+        shardings[group] = sharding
+    # nan is larger than any number to `maximum`.
+    largest = [
+        constrain_to(ft.reduce(jnp.maximum, group), shardings[key])
+        for key, group in groups.items()
+    ]
+    # Behind barriers, as XLA would fuse them into one kernel.
+    return jax.lax.optimization_barrier(largest), [s.spec for s in shardings.values()]
