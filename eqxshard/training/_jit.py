@@ -24,11 +24,16 @@ from ..sharding._explicit import (
 from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated
-from .rewrite._checks import Checks, Errors, collect_checks
+from .rewrite._checks import (
+    Checks,
+    Errors,
+    note_checks,
+    number_checks,
+    without_unused,
+)
 from .rewrite._convolutions import fast_convolution, fast_convolutions
-from .rewrite._gathers import drop_gathers
 from .rewrite._guards import guard_partitioner
-from .rewrite._jaxprs import map_jaxpr
+from .rewrite._interpreter import Interpreter
 from .rewrite._rewrite import is_rewriting, run_rewritten
 from .rewrite._tables import sum_tables_whole
 from .rewrite._types import erase_types
@@ -63,7 +68,6 @@ def jit_on(
 
     What `jax.jit` returns, for `call_jitted`.
     """
-    on_cpu = is_on_cpus(mesh)
 
     def traced(*args: Any) -> tuple[Any, Checks | None]:
         # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
@@ -90,12 +94,7 @@ def jit_on(
         def rewrite(jaxpr: Any) -> Any:
             if is_explicit(mesh):
                 jaxpr = erase_types(jaxpr)
-            convolve = fast_convolution if on_cpu else jax.lax.conv_general_dilated_p.bind
-            guard = ft.partial(guard_partitioner, mesh=auto_mesh(mesh), convolve=convolve)
-            jaxpr = map_jaxpr(guard, map_jaxpr(sum_tables_whole, jaxpr))
-            if on_cpu:
-                jaxpr = map_jaxpr(drop_gathers, map_jaxpr(fast_convolutions, jaxpr))
-            return collect_checks(jaxpr, errors)
+            return step_rules(mesh, errors).rewrite(without_unused(jaxpr))
 
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         out, failed = run_rewritten(rewrite, jaxpr, out, args)
@@ -108,8 +107,24 @@ def jit_on(
     options["out_shardings"] = (given, replicated)
     chosen = options.get("compiler_options") or {}
     _check_options(chosen, mesh)
-    options["compiler_options"] = (cpu_options() if on_cpu else {}) | {**chosen}
+    options["compiler_options"] = (cpu_options() if is_on_cpus(mesh) else {}) | {**chosen}
     return jax.jit(traced, **options)
+
+
+def step_rules(mesh: Mesh, errors: Errors) -> Interpreter:
+    """The rules for programs that run on a mesh.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+    - `errors`: where to put what checks in the program raise.
+    """
+    on_cpu = is_on_cpus(mesh)
+    convolve = fast_convolution if on_cpu else jax.lax.conv_general_dilated_p.bind
+    guard = guard_partitioner(auto_mesh(mesh), convolve)
+    faster = [fast_convolutions] if on_cpu else []
+    rules = [guard, sum_tables_whole, *faster, number_checks(errors)]
+    return Interpreter(rules, inner_rules=[guard, note_checks(errors)])
 
 
 def cpu_options(**others: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fast_convolutions`: convolutions and pools in the form that is fast on CPUs.
+"""The rule `fast_convolutions`: convolutions and pools in the form that is fast on CPUs.
 
 The speed of a convolutional network on CPUs (JAX 0.10 to 0.12) depends on things that do
 not change its result, apart from rounding:
@@ -20,7 +20,7 @@ not change its result, apart from rounding:
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,36 +29,49 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
-from ._jaxprs import call_equation, map_jaxprs_in
+from ...compiled._findings import REWRITTEN
+from ._interpreter import Apply
 
 #: The types that XLA's own kernel for convolutions takes.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-#: What runs the jaxprs in its parameters as they are, once or in a loop.
-_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-_CONTROL_FLOW = ("cond", "scan", "while", "custom_linear_solve", "custom_vmap_call")
 
 
-def fast_convolutions(jaxpr: Any) -> Any:
-    """Rewrite the convolutions of a jaxpr, their gradients, and pools, for CPUs."""
+def fast_convolutions(jaxpr: Any) -> dict[int, Apply]:
+    """The rule for convolutions, their gradients, and pools, on CPUs."""
     made_by = {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
-    return jaxpr.replace(eqns=[_rewrite(eqn, made_by) for eqn in jaxpr.eqns])
+    found = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        fn = _find_faster(eqn, made_by)
+        if fn is not None:
+            found[i] = partial(_apply, eqn, fn)
+    return found
 
 
-def _rewrite(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
+def _apply(eqn: Any, fn: Callable[..., Array], inputs: list[Any]) -> list[Array] | None:
+    with jax.named_scope(REWRITTEN):
+        out = fn(*inputs)
+    aval = eqn.outvars[0].aval
+    return [out] if (out.shape, out.dtype) == (aval.shape, aval.dtype) else None
+
+
+def _find_faster(eqn: Any, made_by: Mapping[Any, Any]) -> Callable[..., Array] | None:
+    """A faster function for an equation, if there is one."""
     name, params = eqn.primitive.name, eqn.params
-    # Not per-device code, nor kernels, in which other operations may be allowed.
-    if name in _CALLS + _CONTROL_FLOW:
-        return eqn.replace(params=map_jaxprs_in(fast_convolutions, params))
     if name not in ("conv_general_dilated", "reduce_sum", "reduce_window_sum"):
-        return eqn
+        return None
     if not all(_is_plain(x.aval) for x in (*eqn.invars, *eqn.outvars)):
-        return eqn
+        return None
     if name == "conv_general_dilated":
         fn = _weight_gradient if _is_weight_gradient(eqn) else fast_convolution
-        return call_equation(partial(fn, **params), eqn)
-    if name == "reduce_window_sum":
-        return _fast_pool(eqn, made_by)
-    return call_equation(_bias_gradient, eqn) if _is_bias_gradient(eqn) else eqn
+        return partial(fn, **params)
+    if name == "reduce_sum":
+        return _bias_gradient if _is_bias_gradient(eqn) else None
+    window = params["window_dimensions"]
+    if _is_pool(params):
+        return partial(_pool, window=window)
+    if _is_pool_gradient(eqn, made_by):
+        return partial(_spread, window=window, shape=eqn.outvars[0].aval.shape)
+    return None
 
 
 def _is_plain(aval: Any) -> bool:
@@ -216,21 +229,6 @@ def _bias_gradient(slope: Array) -> Array:
     return jax.lax.dot_general(ones, rows, ((dims, dims), ((), ())), precision="highest")
 
 
-def _fast_pool(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
-    """Rewrite a sum over windows, if it is a pool or the gradient of one.
-
-    `made_by` has the equation that each variable is a result of.
-    """
-    params = eqn.params
-    if _is_pool(params):
-        return call_equation(partial(_pool, window=params["window_dimensions"]), eqn)
-    if (pad := _padding_before(eqn, made_by)) is not None:
-        window, shape = params["window_dimensions"], eqn.outvars[0].aval.shape
-        spread = partial(_spread, window=window, shape=shape)
-        return call_equation(spread, eqn, pad.invars[:1])
-    return eqn
-
-
 def _is_pool(params: Mapping[str, Any]) -> bool:
     """Whether windows follow each other, without padding."""
     window = params["window_dimensions"]
@@ -252,15 +250,15 @@ def _pool(x: Array, *, window: Sequence[int]) -> Array:
     return jax.lax.reduce_sum(x, tuple(range(1, x.ndim, 2)))
 
 
-def _padding_before(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
-    """The equation that pads the gradient of a pool, if this sums that over windows."""
+def _is_pool_gradient(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
+    """Whether a sum over windows is of the padded gradient of a pool."""
     (padded,), params = eqn.invars, eqn.params
     pad = None if isinstance(padded, core.Literal) else made_by.get(padded)
     if pad is None or pad.primitive.name != "pad":
-        return None
+        return False
     zero, ones = pad.invars[1], (*params["window_strides"], *params["base_dilation"])
     if not isinstance(zero, core.Literal) or zero.val != 0:
-        return None
+        return False
     alone = all(
         # Of all positions of a window, one has an entry, but for those after the last.
         low == inner == size - 1 <= high
@@ -269,11 +267,19 @@ def _padding_before(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
         )
     )
     plain = all(low == high == 0 for low, high in params["padding"])
-    return pad if alone and plain and all(x == 1 for x in ones) else None
+    return alone and plain and all(x == 1 for x in ones)
 
 
-def _spread(slope: Array, *, window: Sequence[int], shape: Sequence[int]) -> Array:
-    """The gradient of `_pool`: each entry, at all positions of its window."""
+def _spread(padded: Array, *, window: Sequence[int], shape: Sequence[int]) -> Array:
+    """The gradient of `_pool`: each entry, at all positions of its window.
+
+    In the padded gradient, the entries are `window` apart.
+    """
+    first = [size - 1 for size in window]
+    slope = jax.lax.slice(padded, first, padded.shape, window)
+    # After the last entry, there may be padding for rows and columns that fill no window.
+    counts = [n // size for n, size in zip(shape, window, strict=True)]
+    slope = jax.lax.slice(slope, [0] * slope.ndim, counts)
     sizes = [size for pair in zip(slope.shape, window, strict=True) for size in pair]
     spread = jax.lax.broadcast_in_dim(slope, sizes, range(0, 2 * slope.ndim, 2))
     spread = spread.reshape([n * size for n, size in zip(slope.shape, window, strict=True)])

@@ -1,4 +1,4 @@
-"""`guard_partitioner`: programs that XLA would split over a mesh wrongly, split rightly.
+"""The rule `guard_partitioner`: programs that XLA would split over a mesh wrongly, split rightly.
 
 Plain `jax.jit` has these faults, on CPUs and on GPUs (seen with JAX 0.10.2 and 0.12.0; the
 page "What XLA gets wrong" has the reports):
@@ -30,14 +30,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ...compiled._findings import REWRITTEN
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._mesh import batch_axes
-from ._jaxprs import call_function, map_jaxprs_in, open_jaxpr
+from ._interpreter import Apply, Rule
+from ._jaxprs import varying_like
 
 _ANY = PartitionSpec.UNCONSTRAINED
 _SCATTERS = {"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
-#: Their jaxprs are kernels.
-_KERNELS = {"pallas_call", "custom_partitioning"}
 
 
 #: The convolution of two arrays, by the parameters of an equation.
@@ -72,67 +72,46 @@ class _Place:
         return jax.lax.with_sharding_constraint(x, place)
 
 
-def guard_partitioner(jaxpr: Any, mesh: Mesh | AbstractMesh, convolve: _Convolve) -> Any:
-    """Rewrite an open jaxpr.
+def guard_partitioner(mesh: Mesh, convolve: _Convolve) -> Rule:
+    """The rule for convolutions and scatters that XLA would split wrongly.
 
     **Arguments:**
 
-    - `jaxpr`: the program.
-    - `mesh`: what it runs on, with Auto axes: in per-device code, the mesh in context.
+    - `mesh`: what the program runs on, with Auto axes.
     - `convolve`: how to convolve there, from two arrays and the parameters of an equation.
     """
-    place = _Place(mesh, convolve)
-    if not place.sizes:
-        return jaxpr
-    return jaxpr.replace(eqns=[_rewrite(eqn, place) for eqn in jaxpr.eqns])
+    outermost = _Place(mesh, convolve)
+
+    def rule(jaxpr: Any) -> dict[int, Apply]:
+        found = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            guard = _GUARDS.get(eqn.primitive.name)
+            if guard is None:
+                continue
+            inside = eqn.ctx.cur_abstract_mesh
+            per_device = bool(inside.manual_axes)
+            place = _Place(auto_mesh(inside), convolve) if per_device else outermost
+            fn = guard(eqn, place) if place.sizes else None
+            if fn is not None:
+                found[i] = partial(_apply, eqn, place, fn)
+        return found
+
+    return rule
 
 
-def _rewrite(eqn: Any, place: _Place) -> Any:
-    name, params, mesh = eqn.primitive.name, eqn.params, place.mesh
-    if name in _KERNELS:
-        return eqn
-    if name == "conv_general_dilated":
-        return _guard_convolution(eqn, place)
-    if name in _SCATTERS:
-        return _guard_scatter(eqn, place)
-    if name == "shard_map":
-        inside = open_jaxpr(params["jaxpr"]).eqns
-        mesh = auto_mesh(inside[0].ctx.cur_abstract_mesh) if inside else mesh
-    guard = partial(guard_partitioner, mesh=mesh, convolve=place.convolve)
-    return eqn.replace(params=map_jaxprs_in(guard, params))
-
-
-def _call(fn: Any, eqn: Any, place: _Place) -> Any:
-    """An equation that calls a function in place of another, on the same mesh."""
-    mesh, out = eqn.ctx.cur_abstract_mesh, eqn.outvars[0].aval
-    # Types of Explicit axes are left in programs that have per-device code on them.
-    has_types = is_explicit(mesh)
-
-    def call(*args: Array) -> Array:
-        args = to_auto(args)
+def _apply(eqn: Any, place: _Place, fn: Callable[..., Array], inputs: list[Any]) -> Any:
+    """Call a function on Auto axes."""
+    with jax.named_scope(REWRITTEN):
         with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
-            result = fn(*args)
-        return jax.sharding.reshard(result, out.sharding.spec) if has_types else result
-
-    with jax.sharding.use_abstract_mesh(mesh if has_types else place.mesh.abstract_mesh):
-        new = call_function(call, eqn.invars)
-
-    def typed(inside: Any) -> Any:
-        # In per-device code, the type of a result says along which axes it varies, which
-        # JAX traces in `jax.shard_map` alone.
-        *others, last = inside.eqns
-        eqns = [*others, last.replace(outvars=eqn.outvars)]
-        return inside.replace(eqns=eqns, outvars=eqn.outvars)
-
-    return new.replace(
-        params=map_jaxprs_in(typed, new.params),
-        outvars=eqn.outvars,
-        source_info=eqn.source_info,
-        ctx=eqn.ctx,
-    )
+            out = fn(*to_auto(inputs))
+        aval = eqn.outvars[0].aval
+        if is_explicit(eqn.ctx.cur_abstract_mesh):
+            # Types of Explicit axes are left in programs that have per-device code on them.
+            out = jax.sharding.reshard(out, aval.sharding.spec)
+        return [varying_like(out, aval)]
 
 
-def _guard_scatter(eqn: Any, place: _Place) -> Any:
+def _guard_scatter(eqn: Any, place: _Place) -> Callable[..., Array] | None:
     params, update = eqn.params, eqn.invars[2].aval
     dims = params["dimension_numbers"]
     # The last dim has the numbers of one index. Those that are dims of both operands, as of
@@ -147,7 +126,7 @@ def _guard_scatter(eqn: Any, place: _Place) -> Any:
         for dim, (size, count) in enumerate(zip(sizes, counts))
     ]
     if not any(more) or not update.size:
-        return eqn
+        return None
     of_update = [d for d in range(update.ndim) if d not in dims.update_window_dims]
     neutral = _neutral(eqn.primitive.name, update.dtype)
 
@@ -157,7 +136,7 @@ def _guard_scatter(eqn: Any, place: _Place) -> Any:
         promises = {"unique_indices": False, "indices_are_sorted": False}
         return eqn.primitive.bind(x, indices, updates, **params | promises)
 
-    return _call(scatter, eqn, place)
+    return scatter
 
 
 def _pad(x: Array, value: Any, more: Mapping[int, int]) -> Array:
@@ -195,7 +174,7 @@ class _Split(NamedTuple):
     sums: bool = False
 
 
-def _guard_convolution(eqn: Any, place: _Place) -> Any:
+def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
     params, lhs = eqn.params, eqn.invars[0].aval.shape
     dims = params["dimension_numbers"]
     # Examples are the first dim in the usual layouts, and gradients of weights sum them.
@@ -204,10 +183,10 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
     has_groups = params["feature_group_count"] * params["batch_group_count"] > 1
     has_others = len(place.sizes) > max(len(place.rows), 1)
     if not has_groups and (keeps_examples or not has_others):
-        return eqn
+        return None
     split = _find_split(lhs, params, keeps_examples, sums_examples, place.shards)
     if split is None and keeps_examples:
-        return eqn
+        return None
     if split is None and has_groups:
         split = _Split(None, None, None, params)
 
@@ -219,7 +198,7 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
         return place.convolve(lhs, rhs, **params)
 
     if split is None or not place.rows:
-        return _call(partial(convolve, place=place, params=params), eqn, place)
+        return partial(convolve, place=place, params=params)
 
     # Other axes are left to XLA; but not inside per-device code, as JAX 0.12 aborts if axes
     # become Manual out of the mesh's order.
@@ -244,7 +223,7 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
         # Left to XLA, too, which need not send all of a sum to all devices.
         return jax.lax.reduce_sum(out, (0,)) if split.sums else out
 
-    return _call(run, eqn, place)
+    return run
 
 
 def _find_split(
@@ -275,3 +254,9 @@ def _split_at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
 def _whole_window(spec: Sequence[int]) -> list[Any]:
     """Spatial dims whole."""
     return [_ANY if dim in spec[:2] else None for dim in range(len(spec))]
+
+
+_GUARDS = {
+    "conv_general_dilated": _guard_convolution,
+    **dict.fromkeys(_SCATTERS, _guard_scatter),
+}

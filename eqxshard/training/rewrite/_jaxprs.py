@@ -1,25 +1,107 @@
 """Walking through jaxprs, and making equations of functions."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jaxtyping import Array
 
 from ...compiled._findings import REWRITTEN
 
 
-def evaluate_equation(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation. Its line stays the user's."""
-    given = {
-        atom: x
-        for atom, x in zip(eqn.invars, inputs, strict=True)
-        if not isinstance(atom, core.Literal)
-    }
-    parts = {"invars": [*given], "outvars": eqn.outvars, "eqns": [eqn]}
+def run_equations(
+    eqns: Sequence[Any],
+    read: Callable[[Any], Any],
+    uses: Mapping[Any, int] | None = None,
+    last: int = -1,
+) -> dict[Any, Any]:
+    """Compute equations as they are, at the user's lines.
+
+    **Arguments:**
+
+    - `eqns`: the equations, in order.
+    - `read`: from a variable that none of them makes to its value.
+    - `uses`, `last`: `last_uses` of the jaxpr that they are from, and the position there of
+        the last one; by default, all that they make is returned.
+
+    **Returns:**
+
+    By variable, the values that are used later.
+    """
+    made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
+    given = dict.fromkeys(x for eqn in eqns for x in variables(eqn.invars) if x not in made)
+    kept = [x for x in made if uses is None or uses.get(x, -1) > last]
+    parts = {"invars": [*given], "outvars": kept, "eqns": [*eqns]}
     jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
-    return core.jaxpr_as_fun(jaxpr)(*given.values())
+    return dict(zip(kept, core.jaxpr_as_fun(jaxpr)(*map(read, given)), strict=True))
+
+
+def last_uses(jaxpr: Any) -> dict[Any, int]:
+    """By variable of an open jaxpr, the position of the last equation that reads it."""
+    uses = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in variables(eqn.invars)}
+    return uses | dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
+
+
+def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The outputs of an equation with other parameters."""
+    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**params}))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_at(eqn: Any, fn: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    """Call a function of the inputs of an equation, in its context and at its line."""
+    leaves, structure = jax.tree.flatten(inputs)
+
+    @jax.jit
+    def rewritten(*leaves: Any) -> Any:
+        return fn(jax.tree.unflatten(structure, leaves))
+
+    with eqn.ctx.manager:
+        jaxpr, out = jax.make_jaxpr(rewritten, return_shape=True)(*leaves)
+    given = dict(zip(open_jaxpr(jaxpr).invars, leaves, strict=True))
+    given |= zip(open_jaxpr(jaxpr).constvars, consts_of(jaxpr), strict=True)
+    eqns = [x.replace(source_info=eqn.source_info) for x in open_jaxpr(jaxpr).eqns]
+    made = run_equations(eqns, given.__getitem__)
+    outputs = [
+        x.val if isinstance(x, core.Literal) else made.get(x, given.get(x))
+        for x in open_jaxpr(jaxpr).outvars
+    ]
+    return jax.tree.unflatten(jax.tree.structure(out), outputs)
+
+
+def retrace(
+    fn: Callable[[list[Any]], Any], inputs: list[Any], like: Any = None
+) -> tuple[Any, list[Any], Any]:
+    """A function as a jaxpr.
+
+    **Arguments:**
+
+    - `fn`, `inputs`: the function and its argument.
+    - `like`: a jaxpr that is closed or open, as the other one is to be; by default open.
+
+    **Returns:**
+
+    The jaxpr; its inputs, with constants if it is open; and the structure of its outputs.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    traced = lambda *leaves: fn(jax.tree.unflatten(structure, leaves))  # noqa: E731
+    jaxpr, out = jax.make_jaxpr(traced, return_shape=True)(*leaves)
+    out_structure = jax.tree.structure(out)
+    if like is not None and hasattr(like, "consts"):
+        return jaxpr, leaves, out_structure
+    inside, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
+    if like is not None and consts:
+        raise NotImplementedError("constants in an open jaxpr")
+    if consts:
+        invars = [*inside.constvars, *inside.invars]
+        parts: dict[str, Any] = {"constvars": [], "invars": invars}
+        if hasattr(inside, "consts"):  # Since JAX 0.11, all jaxprs have them.
+            parts["consts"] = []
+        inside = inside.replace(**parts)
+    return inside, [*consts, *leaves], out_structure
 
 
 @functools.cache
@@ -75,12 +157,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
-    """Apply a function of open jaxprs to all of `jaxprs_in`.
+    """Apply a function to all of `jaxprs_in`.
 
     Containers keep their type; one without a jaxpr stays the same object.
     """
     if is_jaxpr(part):
-        return map_jaxpr(rewrite, part)
+        return rewrite(part)
     if not any(True for _ in jaxprs_in(part)):
         return part
     if isinstance(part, dict):
@@ -98,27 +180,40 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
-    """An equation that calls a function of ours on variables, in a scope that says so."""
+def in_scope(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function whose operations have a scope that says that they are not the user's."""
+
+    def rewritten(inputs: list[Any]) -> Any:
+        with jax.named_scope(REWRITTEN):
+            return fn(inputs)
+
+    return rewritten
+
+
+def consts_of(part: Any) -> Sequence[Any]:
+    """The constants of a jaxpr that may be closed."""
+    return getattr(part, "consts", ())
+
+
+def has_shardings(eqn: Any) -> bool:
+    """Whether a jitted function was given shardings."""
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(each, jax.sharding.Sharding) for each in given)
+
+
+def varying_like(x: Array, aval: Any) -> Array:
+    """In code for each device, an array that varies along the axes that a type does."""
+    axes = getattr(aval, "vma", frozenset()) - getattr(jax.typeof(x), "vma", frozenset())
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
+    """Call a closed jaxpr in one equation, without looking into it again."""
+    inside = open_jaxpr(jaxpr)
 
     @jax.jit
-    def rewritten(*args: Any) -> Any:
-        with jax.named_scope(REWRITTEN):
-            return fn(*args)
+    def like(*args: Any) -> Any:
+        return [jnp.zeros(x.aval.shape, x.aval.dtype) for x in inside.outvars]
 
-    avals = [variable.aval for variable in variables]
-    (call,) = jax.make_jaxpr(rewritten)(*avals).eqns
-    return call.replace(invars=[*variables])
-
-
-def call_equation(
-    fn: Callable[..., Any], eqn: Any, variables: Sequence[Any] | None = None
-) -> Any:
-    """An equation that calls a function instead, on the same inputs or on others.
-
-    If the function returns arrays of other types, the equation stays as it is.
-    """
-    call = call_function(fn, eqn.invars if variables is None else variables)
-    if [x.aval for x in call.outvars] != [x.aval for x in eqn.outvars]:
-        return eqn
-    return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+    (call,) = open_jaxpr(jax.make_jaxpr(like)(*args)).eqns
+    return bind(call, args, call.params | {"jaxpr": jaxpr, "name": name})

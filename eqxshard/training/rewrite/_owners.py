@@ -20,7 +20,14 @@ from jaxtyping import PyTree
 from ...sharding._explicit import constrain_to
 from ...sharding._leaves import leaf_path, stacked_depth
 from ...sharding._spec import axes_of, spec_axes
-from ._jaxprs import call_function, equations, jaxprs_in, map_jaxpr, variables
+from ._jaxprs import (
+    consts_of,
+    equations,
+    jaxprs_in,
+    open_jaxpr,
+    run_equations,
+    variables,
+)
 from ._rewrite import is_rewriting, run_rewritten
 
 _FACTORIZATIONS = (
@@ -59,7 +66,8 @@ def map_layers(
         return update_layers(*args)
 
     def rewrite(jaxpr: Any) -> Any:
-        return map_jaxpr(lambda jaxpr: _own(jaxpr, depth, stored, owners), jaxpr)
+        fn = lambda *leaves: _own(jaxpr, leaves, depth, stored, owners)  # noqa: E731
+        return jax.make_jaxpr(fn)(*[x.aval for x in open_jaxpr(jaxpr).invars])
 
     jaxpr, out = jax.make_jaxpr(update_layers, return_shape=True)(*args)
     return run_rewritten(rewrite, jaxpr, out, args)[0]
@@ -84,19 +92,18 @@ def _find_owners(shardings: Sequence[NamedSharding], depth: int) -> NamedShardin
 
 def _own(
     jaxpr: Any,
+    args: Sequence[Any],
     depth: int,
     shardings: Sequence[NamedSharding | None],
     owners: NamedSharding,
-) -> Any:
-    """Rewrite an open jaxpr of so many layers, whose inputs have these shardings."""
-    eqns: list[Any] = []
+) -> list[Any]:
+    """The outputs of a jaxpr of so many layers, whose inputs have these shardings."""
+    inside = open_jaxpr(jaxpr)
+    values = dict(zip(inside.invars, args, strict=True))
+    values |= zip(inside.constvars, consts_of(jaxpr), strict=True)
     #: Arrays that are split as parameters are stored, and how. And for each array, its
     #: copy that is split by layers.
-    stored, whole = dict(zip(jaxpr.invars, shardings, strict=True)), dict[Any, Any]()
-
-    def move(x: Any, sharding: NamedSharding) -> Any:
-        eqns.append(call_function(ft.partial(constrain_to, sharding=sharding), [x]))
-        return eqns[-1].outvars[0]
+    stored, whole = dict(zip(inside.invars, shardings, strict=True)), dict[Any, Any]()
 
     def steps(x: Any) -> list[NamedSharding]:
         """One axis after the other: XLA would gather what moves along several at once."""
@@ -105,30 +112,33 @@ def _own(
         specs = [PartitionSpec(axes[:n], *rest) for n in range(1, len(axes))]
         return [*(NamedSharding(owners.mesh, spec) for spec in specs), owners]
 
-    for eqn in jaxpr.eqns:
+    for eqn in inside.eqns:
         inputs = [x for x in variables(eqn.invars) if x in stored or x in whole]
         shapes = {x: x.aval.shape for x in inputs}
         matrices = [x for x in inputs if len(shapes[x]) > 2 and shapes[x][0] == depth]
-        names = whole
+        used = whole
+        is_whole = False
         if _needs_matrices(eqn):
             for x in [x for x in matrices if x not in whole]:
-                whole[x] = ft.reduce(move, steps(x), x)
+                whole[x] = ft.reduce(constrain_to, steps(x), values[x])
         if all(x in whole for x in matrices):
-            whole.update(zip(eqn.outvars, eqn.outvars) if matrices else ())
+            is_whole = bool(matrices)
         else:
             places = {shapes[x]: stored[x] for x in matrices if x not in whole}
-            names = {}
+            used = {}
             for x in matrices:
                 place = places.get(shapes[x])
                 if x not in stored and place is not None:
                     # Pinned first, or the last product would be computed elsewhere, too.
-                    names[x] = ft.reduce(move, [*reversed(steps(x)), place], x)
+                    moves = [*reversed(steps(x)), place]
+                    used[x] = ft.reduce(constrain_to, moves, values[x])
             is_moved = eqn.primitive.name == "transpose"
             for x in eqn.outvars:
                 stored[x] = None if is_moved else places.get(x.aval.shape)
-        atoms = [x if isinstance(x, core.Literal) else names.get(x, x) for x in eqn.invars]
-        eqns.append(eqn.replace(invars=atoms))
-    return jaxpr.replace(eqns=eqns)
+        values |= run_equations([eqn], lambda x, used=used: used.get(x, values[x]))
+        if is_whole:
+            whole.update((x, values[x]) for x in eqn.outvars if x in values)
+    return [x.val if isinstance(x, core.Literal) else values[x] for x in inside.outvars]
 
 
 def _needs_matrices(eqn: Any) -> bool:

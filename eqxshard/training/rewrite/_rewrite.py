@@ -16,10 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend import core
 
 from ..._errors import UsageError, UsageTypeError
+from ._jaxprs import call_whole, open_jaxpr
 
 
 def is_rewriting() -> bool:
@@ -47,7 +46,7 @@ def looks_for_nan() -> bool:
 def run_rewritten(
     rewrite: Callable[[Any], Any], jaxpr: Any, out: Any, args: Any
 ) -> tuple[Any, list[Any]]:
-    """Rewrite a function, and call it.
+    """Rewrite a function that was traced, and call it.
 
     The function is traced by who calls this: a mistake in the user's code is raised there,
     and is not one of the rewrite.
@@ -62,25 +61,19 @@ def run_rewritten(
 
     **Returns:**
 
-    What the function returns, and what the rewritten jaxpr returns after that.
+    The outputs of the function, and those of the rewritten jaxpr after them.
     """
     leaves, structure = jax.tree.leaves(args), jax.tree.structure(out)
-    flat = core.jaxpr_as_fun(_rewrite_or_leave(rewrite, jaxpr, leaves))(*leaves)
-    # A constant, such as a flag that `BatchNorm` sets, comes back as a NumPy scalar.
-    flat = [
-        x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
-        for x, aval in zip(flat, jaxpr.out_avals)
-    ] + flat[len(jaxpr.out_avals) :]
+    flat = call_whole(_rewrite_or_leave(rewrite, jaxpr), leaves, "rewritten")
     count = structure.num_leaves
     return jax.tree.unflatten(structure, flat[:count]), flat[count:]
 
 
-def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[Any]) -> Any:
-    """A jaxpr rewritten, if the result can be traced and returns the same types."""
+def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any) -> Any:
+    """A jaxpr rewritten, if that works and returns the same types."""
     try:
         rewritten = rewrite(jaxpr)
-        traced = jax.make_jaxpr(core.jaxpr_as_fun(rewritten))(*leaves)
-        ours, wanted = _types(traced), _types(jaxpr)
+        ours, wanted = _types(rewritten), _types(jaxpr)
         if ours[: len(wanted)] != wanted:
             raise UsageTypeError(f"it returns {ours} in place of {wanted}")
         return rewritten
@@ -90,7 +83,7 @@ def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[An
 
 
 def _types(jaxpr: Any) -> list[Any]:
-    return [(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+    return [(x.aval.shape, x.aval.dtype) for x in open_jaxpr(jaxpr).outvars]
 
 
 @ft.cache

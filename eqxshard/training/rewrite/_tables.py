@@ -1,4 +1,4 @@
-"""`sum_tables_whole`: gradients of tables, summed over the batch before they are split.
+"""The rule `sum_tables_whole`: gradients of tables, summed over the batch before they are split.
 
 The gradient of `table[tokens]` is a scatter-add of one row per token. If it is constrained
 to where a table is stored that is split over an axis of the batch, XLA may move activation
@@ -9,7 +9,6 @@ it, so all other gradients are left alone.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +17,10 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from ...compiled._findings import REWRITTEN
 from ...sharding._placement import compute_sharding
-from ._jaxprs import call_function, jaxprs_in, map_jaxprs_in, open_jaxpr
+from ._interpreter import Apply
+from ._jaxprs import bind, jaxprs_in, open_jaxpr
 
 _GRADIENT = "eqxshard_gradient"
 #: Operations that a gradient of a table may go through after the scatter.
@@ -48,8 +49,8 @@ def mark_gradient(grad: Array) -> Array:
     return checkpoint_name(grad, _GRADIENT)
 
 
-def sum_tables_whole(jaxpr: Any) -> Any:
-    """Rewrite an open jaxpr."""
+def sum_tables_whole(jaxpr: Any) -> dict[int, Apply]:
+    """The rule for sums with gradients of lookups, and for gradients that are one."""
     made_by = _made_by(jaxpr)
     #: By gradient of a lookup, the sharding to sum it in.
     whole: dict[Any, NamedSharding] = {}
@@ -58,17 +59,29 @@ def sum_tables_whole(jaxpr: Any) -> Any:
         if mark is not None and _is_mark(mark):
             lookups = _lookups(mark.invars[0], made_by)
             whole.update(dict.fromkeys(lookups, compute_sharding(eqn.params["sharding"])))
-    eqns: list[Any] = []
-    names: dict[Any, Any] = {}
-    for eqn in jaxpr.eqns:
-        atoms = [x if isinstance(x, core.Literal) else names.get(x, x) for x in eqn.invars]
-        params = map_jaxprs_in(sum_tables_whole, eqn.params)
-        eqns.append(eqn.replace(invars=atoms, params=params))
-        for x in whole.keys() & eqn.outvars:
-            constrain = partial(jax.lax.with_sharding_constraint, shardings=whole[x])
-            eqns.append(call_function(constrain, [x]))
-            (names[x],) = eqns[-1].outvars
-    return jaxpr.replace(eqns=eqns)
+
+    def pick(eqn: Any) -> Apply:
+        places = [whole.get(x) for x in eqn.invars]
+
+        def apply(inputs: list[Any]) -> list[Any]:
+            pairs = zip(inputs, places, strict=True)
+            return bind(eqn, [_constrain(x, place) for x, place in pairs], eqn.params)
+
+        return apply
+
+    readers = ("add_any", "name")
+    return {
+        i: pick(eqn)
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name in readers and not whole.keys().isdisjoint(eqn.invars)
+    }
+
+
+def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
+    if sharding is None:
+        return x
+    with jax.named_scope(REWRITTEN):
+        return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _made_by(jaxpr: Any) -> dict[Any, Any]:

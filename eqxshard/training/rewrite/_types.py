@@ -79,7 +79,7 @@ class _Eraser:
             return _NO_MESH
         if isinstance(value, ShapedArray):
             return _untyped(value)
-        return map_jaxprs_in(self.erase, value)
+        return map_jaxprs_in(lambda part: map_jaxpr(self.erase, part), value)
 
     def _variables(self, variables: Any) -> list[Any]:
         for variable in variables:

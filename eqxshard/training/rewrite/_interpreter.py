@@ -1,0 +1,295 @@
+"""`Interpreter`: a jaxpr computed again, with other outputs where rules have some.
+
+A rule looks at a jaxpr and picks equations. For each it has a function from the inputs of
+the equation to its outputs, or to `None` where it leaves the equation alone after all. All
+other equations are computed as they are, and a jaxpr without a picked equation stays one
+object, which JAX lowers once however often it is called.
+
+Picked equations may be inside of jitted functions, loops, branches, `jax.checkpoint` and
+functions with a derivative of their own, which are built again around them. Inside of code
+for each device, and of what else has jaxprs, only some of the rules apply.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jaxtyping import Array, Int
+
+from ._error_if import Checked, first_failed, has_checks
+from ._jaxprs import (
+    bind,
+    bind_at,
+    consts_of,
+    has_shardings,
+    jaxprs_in,
+    last_uses,
+    map_jaxprs_in,
+    open_jaxpr,
+    retrace,
+    run_equations,
+    scan_counts,
+)
+
+#: From the inputs of an equation to its outputs.
+Apply = Callable[[list[Any]], Any]
+#: From an open jaxpr to functions for the equations that it picks, by their position.
+Rule = Callable[[Any], Mapping[int, Apply]]
+
+#: Their jaxprs are kernels.
+_KERNELS = ("pallas_call", "custom_partitioning")
+
+
+class Interpreter:
+    """Evaluates jaxprs under some rules, of which the first that has outputs wins.
+
+    - `rules`: for code that can return the number of a check that failed.
+    - `inner_rules`: for all other code, such as that of `jax.shard_map`.
+    - `plain`: makes an array of the input of an equation that no rule picks. An input may
+        be another PyTree, which rules know how to read.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        inner_rules: Sequence[Rule] = (),
+        plain: Callable[[Any], Any] = lambda x: x,
+    ):
+        self._rules = rules
+        self._plain = plain
+        self._inner = Interpreter(inner_rules, (), plain) if inner_rules else self
+        self._picked: dict[Any, Mapping[int, Apply]] = {}
+        self._jitted: dict[Any, Any] = {}
+
+    def picks(self, jaxpr: Any) -> bool:
+        """Whether rules have something to say of a jaxpr, or of one inside of it."""
+        return bool(self._look(open_jaxpr(jaxpr)))
+
+    def rewrite(self, jaxpr: Any) -> Any:
+        """A closed jaxpr under the rules.
+
+        If something is checked in it, it has one more output: the number of the first check
+        that failed, or 0.
+        """
+        if not self.picks(jaxpr):
+            return jaxpr
+        inputs = [x.aval for x in open_jaxpr(jaxpr).invars]
+        return jax.make_jaxpr(lambda *args: self.evaluate(jaxpr, args))(*inputs)
+
+    def evaluate(
+        self, jaxpr: Any, args: Iterable[Any], arrays: Mapping[int, Any] | None = None
+    ) -> tuple[list[Any], Int[Array, ""] | None]:
+        """Compute a jaxpr, which may be closed.
+
+        **Arguments:**
+
+        - `jaxpr`: the jaxpr.
+        - `args`: its inputs.
+        - `arrays`: by position, what `plain` would return of an input, if it is known.
+
+        **Returns:**
+
+        The outputs; and the number of the first check that failed, or 0, or `None` if
+        nothing was checked.
+        """
+        inside = open_jaxpr(jaxpr)
+        values = dict(zip(inside.constvars, consts_of(jaxpr), strict=True))
+        values.update(zip(inside.invars, args, strict=True))
+        known = {inside.invars[i]: array for i, array in (arrays or {}).items()}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        def read_array(atom: Any) -> Any:
+            if isinstance(atom, core.Literal):
+                return atom.val
+            if atom not in known:
+                known[atom] = self._plain(values[atom])
+            return known[atom]
+
+        picked, uses, failed = self._look(inside), last_uses(inside), []
+        groups = itertools.groupby(enumerate(inside.eqns), lambda pair: pair[0] in picked)
+        for is_picked, group in groups:
+            pairs = [*group]
+            if not is_picked:
+                eqns = [eqn for _, eqn in pairs]
+                values |= run_equations(eqns, read_array, uses, pairs[-1][0])
+                continue
+            for i, eqn in pairs:
+                outputs = bind_at(eqn, picked[i], [read(atom) for atom in eqn.invars])
+                if outputs is None:
+                    values |= run_equations([eqn], read_array, uses, i)
+                    continue
+                if isinstance(outputs, Checked):
+                    outputs, number = outputs
+                    failed.append(number)
+                values.update(zip(eqn.outvars, outputs, strict=True))
+        # A constant, such as a flag that `BatchNorm` sets, is a NumPy scalar.
+        outputs = [jnp.asarray(read_array(x), x.aval.dtype) for x in inside.outvars]
+        return outputs, first_failed(*failed) if failed else None
+
+    def _look(self, jaxpr: Any) -> Mapping[int, Apply]:
+        """The functions for equations of an open jaxpr that are picked, by position."""
+        if jaxpr not in self._picked:
+            found: dict[int, Apply] = {}
+            for rule in self._rules:
+                for i, apply in rule(jaxpr).items():
+                    found[i] = _first_of(found[i], apply) if i in found else apply
+            for i, eqn in enumerate(jaxpr.eqns):
+                through = None if i in found else self._through(eqn)
+                if through is not None:
+                    found[i] = through
+            self._picked[jaxpr] = found
+        return self._picked[jaxpr]
+
+    def _through(self, eqn: Any) -> Apply | None:
+        """A function that builds an equation again, if something inside of it is picked."""
+        name, parts = eqn.primitive.name, [*jaxprs_in(eqn.params)]
+        if not parts or name in _KERNELS:
+            return None
+        build: Callable[[Any, list[Any]], Any] | None = {
+            "jit": None if has_shardings(eqn) else self._jit,
+            "closed_call": self._inline,
+            "custom_jvp_call": self._inline,
+            "custom_vjp_call": self._inline,
+            "checkpoint": self._remat,
+            "remat2": self._remat,
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+        }.get(name)
+        if build is not None:
+            is_picked = any(map(self.picks, parts))
+        else:
+            build = self._shard_map if name == "shard_map" else self._other
+            is_picked = any(map(self._inner.picks, parts))
+        return (lambda inputs: build(eqn, inputs)) if is_picked else None
+
+    # Equations with jaxprs, built again
+
+    def _jit(self, eqn: Any, inputs: list[Any]) -> Any:
+        part = eqn.params["jaxpr"]
+        if part not in self._jitted:
+
+            def jitted(*args: Any) -> Any:
+                return self.evaluate(part, args)
+
+            jitted.__name__ = jitted.__qualname__ = eqn.params["name"]
+            # Called again with inputs of the same types, it is the same program.
+            self._jitted[part] = jax.jit(jitted)
+        return _result(*self._jitted[part](*inputs))
+
+    def _inline(self, eqn: Any, inputs: list[Any]) -> Any:
+        part, *_ = jaxprs_in(eqn.params)
+        return _result(*self.evaluate(part, inputs))
+
+    def _remat(self, eqn: Any, inputs: list[Any]) -> Any:
+        params = eqn.params
+
+        def again(inputs: list[Any]) -> Any:
+            return self.evaluate(params["jaxpr"], inputs)
+
+        if params["differentiated"]:
+            # As `jax.checkpoint` makes none.
+            part, inputs, structure = retrace(again, inputs)
+            outputs = bind(eqn, inputs, params | {"jaxpr": part})
+            return _result(*jax.tree.unflatten(structure, outputs))
+        options = {name: params[name] for name in ("prevent_cse", "policy")}
+        return _result(*jax.checkpoint(again, **options)(inputs))
+
+    def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
+        start, count = scan_counts(eqn)
+        consts, xs = inputs[:start], inputs[start + count :]
+        carry = [*map(self._plain, inputs[start : start + count])]
+
+        def body(carry: list[Any], xs: list[Any]) -> Any:
+            args = [*consts, *carry, *xs]
+            outputs, failed = self.evaluate(eqn.params["jaxpr"], args)
+            return outputs[:count], (outputs[count:], failed)
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, (stacked, failed) = jax.lax.scan(body, carry, xs, **options)
+        return _result([*carry, *stacked], None if failed is None else first_failed(failed))
+
+    def _while(self, eqn: Any, inputs: list[Any]) -> Any:
+        params = eqn.params
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry = [*map(self._plain, inputs[second:])]
+        # Under vmap, the condition has dims, and there is no single number.
+        is_scalar = not open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape
+        body = self if is_scalar else self._inner
+
+        def holds(carry: list[Any]) -> Array:
+            args = [*inputs[:first], *carry]
+            return self._inner.evaluate(params["cond_jaxpr"], args)[0][0]
+
+        def step(carry: list[Any]) -> Any:
+            return body.evaluate(params["body_jaxpr"], [*inputs[first:second], *carry])
+
+        if body is not self or not has_checks(params["body_jaxpr"]):
+            return jax.lax.while_loop(holds, lambda carry: step(carry)[0], carry)
+        # It stops once a check has failed: it might not end otherwise.
+        return Checked(
+            *jax.lax.while_loop(
+                lambda pair: holds(pair[0]) & (pair[1] == 0),
+                lambda pair: step(pair[0]),
+                (carry, jnp.int32(0)),
+            )
+        )
+
+    def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
+        index, *operands = inputs
+        is_checked = any(map(has_checks, eqn.params["branches"]))
+
+        def branch(part: Any) -> Callable[[list[Any]], Any]:
+            def run(operands: list[Any]) -> Any:
+                outputs, failed = self.evaluate(part, operands)
+                if is_checked and failed is None:
+                    failed = jnp.int32(0)
+                return outputs, failed
+
+            return run
+
+        branches = [branch(part) for part in eqn.params["branches"]]
+        return _result(*jax.lax.switch(self._plain(index), branches, operands))
+
+    def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
+        params = eqn.params
+
+        def per_device(*args: Any) -> Any:
+            return self._inner.evaluate(params["jaxpr"], args)[0]
+
+        return jax.shard_map(
+            per_device,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=[*params["out_specs"]],
+            axis_names={*params["manual_axes"]},
+            check_vma=params["check_vma"],
+        )(*map(self._plain, inputs))
+
+    def _other(self, eqn: Any, inputs: list[Any]) -> Any:
+        """With jaxprs of the same types in its parameters."""
+
+        def again(part: Any) -> Any:
+            fn = lambda args: self._inner.evaluate(part, args)[0]  # noqa: E731
+            return retrace(fn, [x.aval for x in open_jaxpr(part).invars], part)[0]
+
+        params = map_jaxprs_in(again, eqn.params)
+        return bind(eqn, [*map(self._plain, inputs)], params)
+
+
+def _result(outputs: list[Any], failed: Any) -> Any:
+    return outputs if failed is None else Checked(outputs, failed)
+
+
+def _first_of(first: Apply, second: Apply) -> Apply:
+    def apply(inputs: list[Any]) -> Any:
+        outputs = first(inputs)
+        return second(inputs) if outputs is None else outputs
+
+    return apply
