@@ -109,11 +109,10 @@ class Args:
     clip: float = 1.0
     """The largest norm of all gradients."""
     precision: Annotated[
-        Literal["float32", "bfloat16", "float8"] | None,
+        Literal["float32", "bfloat16"] | None,
         default("bfloat16 for 8b and 70b, float32 for smaller sizes"),
     ] = None
-    """The type to compute in; float8: bfloat16, but products with parameters. Parameters
-    are float32 between steps."""
+    """The type to compute in. Parameters are float32 between steps."""
     accumulate: int = 1
     """Parts of a batch to go through the model one after the other."""
     remat: Annotated[
@@ -191,8 +190,6 @@ def is_decayed(params):
 
 def make_precision(args):
     name = args.precision or ("bfloat16" if is_large(args) else "float32")
-    if name == "float8":
-        return eqxshard.Precision("bfloat16", matmul="float8")
     return eqxshard.Precision(name)
 
 

@@ -23,7 +23,6 @@ from ..sharding._text import comma_list
 from ..training._advice import short_traceback
 from ..training._donation import check_not_donated
 from ..training._eval_step import EvalStep
-from ..training._examples import mask_padding
 from ..training._gradients import step_context
 from ..training._inputs import ONE_BATCH, Signature, mesh_of, placed
 from ..training._jit import call_jitted, jit_on
@@ -31,7 +30,6 @@ from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
-from ..training.rewrite._float8 import with_float8
 from ._batches import Batches, is_resident, read_from_start
 
 
@@ -209,19 +207,12 @@ def _compile(
         stored, _ = without_state(signature.storage())
         storage = {"model": stored}
 
-        def call(model: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-            given = {"model": model}
-            with step_context(given, storage, storage, batch, mesh, precision) as (
-                for_use,
-                batch,
-            ):
-                model = eqx.nn.inference_mode(for_use["model"])
-                return fn(with_state(model, model_state), batch)
-
-        if precision is not None and precision.matmul is not None:
-            # In float8 all rows share a scale.
-            batch = mask_padding(batch)
-        outputs = with_float8(call, precision)(model, model_state, batch)
+        with step_context({"model": model}, storage, storage, batch, mesh, precision) as (
+            for_use,
+            batch_for_use,
+        ):
+            model = eqx.nn.inference_mode(for_use["model"])
+            outputs = fn(with_state(model, model_state), batch_for_use)
         _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
         return outputs
 

@@ -54,7 +54,7 @@ def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSp
     return PartitionSpec(*[axes or None for axes in kept])
 
 
-def type_mesh(x: Any) -> AbstractMesh:
+def _type_mesh(x: Any) -> AbstractMesh:
     """The mesh in the type of an array; empty if it has none."""
     return jax.typeof(x).sharding.mesh
 
@@ -83,9 +83,9 @@ def to_auto(tree: PyTree) -> PyTree:
     """Inside jit: arrays whose types do not say how they are split."""
 
     def one(x: Any) -> Any:
-        if not is_array(x) or not is_explicit(type_mesh(x)):
+        if not is_array(x) or not is_explicit(_type_mesh(x)):
             return x
-        with jax.sharding.use_abstract_mesh(auto_mesh(type_mesh(x))):
+        with jax.sharding.use_abstract_mesh(auto_mesh(_type_mesh(x))):
             return jax.sharding.reshard(x, PartitionSpec())
 
     return jax.tree.map(one, tree)
@@ -130,7 +130,7 @@ def constrain_to(x: Any, sharding: Any) -> Array:
     `jax.lax.with_sharding_constraint` is for Auto axes, `jax.sharding.reshard` for
     Explicit ones. A `PartitionSpec` is on the mesh in context.
     """
-    mesh = type_mesh(x)
+    mesh = _type_mesh(x)
     if not is_explicit(mesh):
         if isinstance(sharding, NamedSharding):
             sharding = auto_sharding(sharding)

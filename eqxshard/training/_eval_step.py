@@ -21,7 +21,6 @@ from ._examples import (
     check_scalars,
     example_weights,
     is_weighted,
-    mask_padding,
     own_weights,
     sum_over_examples,
     total_weight,
@@ -32,7 +31,6 @@ from ._metrics import Metrics
 from ._precision import Precision
 from ._state import refuse_state, with_state, without_state
 from ._step import Key, StepMachine, Variant
-from .rewrite._float8 import with_float8
 
 _MetricFn = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -197,28 +195,21 @@ def eval_step(
         stored = assign_shardings(model, mesh, rule)
     storage = {"model": stored}
 
-    def measure(model: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-        given = {"model": model}
-        with step_context(given, storage, storage, batch, mesh, precision) as (
-            for_use,
-            batch_for_use,
-        ):
-            check_takes(metric_fn, "metric_fn", "model", "batch")
-            model = eqx.nn.inference_mode(for_use["model"])
-            model_state = replicated_on(model_state, mesh)
+    with step_context({"model": model}, storage, storage, batch, mesh, precision) as (
+        for_use,
+        batch_for_use,
+    ):
+        check_takes(metric_fn, "metric_fn", "model", "batch")
+        model = eqx.nn.inference_mode(for_use["model"])
+        model_state = replicated_on(model_state, mesh)
 
-            def apply(batch: PyTree) -> Mapping[str, Any]:
-                return metric_fn(with_state(model, model_state), batch)
+        def apply(batch: PyTree) -> Mapping[str, Any]:
+            return metric_fn(with_state(model, model_state), batch)
 
-            values = apply(batch_for_use)
-            check_metric_names("the result of metric_fn", values, "nonfinite")
-            if is_weighted(batch):
-                check_scalars(values, apply, batch_for_use)
-            return values
-
-    # In float8 all rows share a scale.
-    batch = mask_padding(batch)
-    values = with_float8(measure, precision)(model, model_state, batch)
+        values = apply(batch_for_use)
+        check_metric_names("the result of metric_fn", values, "nonfinite")
+        if is_weighted(batch):
+            check_scalars(values, apply, batch_for_use)
     sums = sum_over_examples(to_auto(values), batch, mesh)
     weight, nonfinite = total_weight(example_weights(batch)), jnp.zeros((), jnp.int32)
     return arrays, Metrics(sums, weight, nonfinite, own_weights(batch))

@@ -38,7 +38,6 @@ from ._gather import gathered
 from ._layout import StateLayout
 from ._precision import Precision, check_patterns
 from ._state import TrainState, split_model, state_indices, with_state
-from .rewrite._float8 import with_float8
 
 
 class Gradients(NamedTuple):
@@ -124,15 +123,14 @@ def compute_gradients(
     if config.precision is not None:
         named = {"model": state.model, "batch": batch, "extra": extra}
         paths = (path for path, _ in array_leaves(named))
-        check_patterns("compute_except", config.precision.compute_except, paths)
+        check_patterns(config.precision.compute_except, paths)
     if state.model_state is not None and has_entry(batch, WEIGHT):
         raise UsageError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
             f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
             f"weights of the loss {LOSS_WEIGHT!r}."
         )
-    differentiated = with_float8(mean_loss, config.precision, models=2)
-    gradient = ft.partial(jax.grad(differentiated, has_aux=True), params, frozen)
+    gradient = ft.partial(jax.grad(mean_loss, has_aux=True), params, frozen)
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
     if config.accumulate == 1:

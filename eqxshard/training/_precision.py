@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -51,15 +51,6 @@ class Precision:
         rounds beyond 256.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
-    - `matmul`: `"float8"` to multiply activations with parameters in eight bits: rounded to
-        float8_e4m3fn, and to float8_e5m2 the gradients of products, each array scaled by
-        its largest magnitude (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
-        Parameters are gathered in eight bits. All else is computed in `compute`: products
-        of fewer than 16 rows, or of features that are no multiple of 16; those with what
-        is computed from parameters, such as their sum; and what is inside `jax.shard_map`,
-        `jax.lax.cond` and functions with a derivative of their own. `None`: no product.
-    - `matmul_except`: regular expressions. Products with parameters in whose paths one is
-        found are computed in `compute`, too; the last layer needs most digits.
     - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
         finite steps it doubles.
 
@@ -74,8 +65,6 @@ class Precision:
 
     compute: DTypeLike | None = jnp.bfloat16
     params: DTypeLike = jnp.float32
-    matmul: Literal["float8"] | None = None
-    matmul_except: Sequence[str] = ()
     initial_scale: float = 2.0**15
     scale_every: int = 2000
     compute_except: Sequence[str] = ()
@@ -90,13 +79,7 @@ class Precision:
                     f"Precision({name}={dtype!r}) is not a floating-point type; use one "
                     "such as jnp.bfloat16."
                 )
-        if self.matmul not in (None, "float8"):
-            raise UsageError(
-                f"Precision(matmul={self.matmul!r}) is not 'float8' or None; the type of "
-                "all other products is compute=."
-            )
-        for option in ("compute_except", "matmul_except"):
-            object.__setattr__(self, option, _patterns(option, getattr(self, option)))
+        object.__setattr__(self, "compute_except", _patterns(self.compute_except))
         if self.initial_scale < 1 or self.scale_every < 1:
             raise UsageError(
                 f"Precision(initial_scale={self.initial_scale}, scale_every="
@@ -115,8 +98,9 @@ class Precision:
 
         - `path`: `model.layers.0.weight`, `batch.time` or `extra.scale`.
         """
-        is_kept = path in _WEIGHTS or is_found(self.compute_except, path)
-        return None if is_kept else self.compute
+        name = _name(path)
+        is_named = any(re.search(pattern, name) for pattern in self.compute_except)
+        return None if is_named or path in _WEIGHTS else self.compute
 
     def cast(self, tree: PyTree, root: str) -> PyTree:
         """Cast the floating-point arrays of the `model`, or of the `batch`, for use."""
@@ -131,11 +115,11 @@ class Precision:
         return self.compute is not None and jnp.dtype(self.compute) == dtype
 
 
-def _patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The regular expressions of an option."""
+def _patterns(patterns: Sequence[str]) -> tuple[str, ...]:
+    """The regular expressions of `compute_except`."""
     if isinstance(patterns, str):
         raise UsageTypeError(
-            f"Precision({option}={patterns!r}) is a text; give a tuple of regular "
+            f"Precision(compute_except={patterns!r}) is a text; give a tuple of regular "
             "expressions."
         )
     for pattern in patterns:
@@ -143,26 +127,25 @@ def _patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise UsageError(
-                f"Precision({option}=...): {pattern!r} is not a regular expression "
+                f"Precision(compute_except=...): {pattern!r} is not a regular expression "
                 f"({error}); escape its special characters with a backslash."
             ) from None
     return tuple(patterns)
 
 
-def is_found(patterns: Iterable[str], path: str) -> bool:
-    """Whether one of some patterns is found in a path, such as `model.layers.0.weight`."""
-    # Without the root, as `explain` prints it.
-    return any(re.search(pattern, path.removeprefix("model.")) for pattern in patterns)
+def _name(path: str) -> str:
+    """A path such as `model.layers.0.weight`, as `explain` prints it."""
+    return path.removeprefix("model.")
 
 
-def check_patterns(option: str, patterns: Iterable[str], paths: Iterable[str]) -> None:
-    """Refuse a pattern of an option that no path has: most likely it is misspelt."""
-    names = [path.removeprefix("model.") for path in paths]
+def check_patterns(patterns: Iterable[str], paths: Iterable[str]) -> None:
+    """Refuse a pattern of `compute_except` that no path has: most likely it is misspelt."""
+    names = [*map(_name, paths)]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
             raise UsageError(
-                f"Precision({option}=...): {pattern!r} matches no parameter or entry of "
-                f"the batch; {did_you_mean(pattern, names)}the paths are "
+                f"Precision(compute_except=...): {pattern!r} matches no parameter or entry "
+                f"of the batch; {did_you_mean(pattern, names)}the paths are "
                 f"{first_few(names)}."
             )
 

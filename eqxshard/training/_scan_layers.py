@@ -15,7 +15,6 @@ from ..sharding._explicit import constrain_to
 from ..sharding._leaves import array_leaves, stacked_depth
 from ..sharding._spec import axes_of
 from ._gather import Stored, in_use, using
-from .rewrite._float8 import KEPT
 
 #: A policy of `jax.checkpoint`, or the name of one of these.
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -23,7 +22,7 @@ Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
 #: Products with weights, but not the scores of each pair of tokens; and attention's output.
 _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names("attention", KEPT),
+    jax.checkpoint_policies.save_only_these_names("attention"),
 )
 #: As a policy says it of one operation. There is no public name for the value itself.
 _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
@@ -182,9 +181,6 @@ def _keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _keep_products(prim: Any, *avals: Any, **params: Any) -> bool:
-    if prim is jax.lax.dot_general_p and avals[0].dtype.itemsize == 1:
-        # Of float32; what it is cast to has a name.
-        return False
     # To go backward, cuDNN's attention needs more of its results than the output.
     cudnn = prim.name.startswith("dot_product_attention_fwd")
     return cudnn or _PRODUCTS(prim, *avals, **params)

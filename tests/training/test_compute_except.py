@@ -163,15 +163,6 @@ def test_extra_is_named_too():
     step(state, make_batch(), {"a": np.ones(3, F32), "b": np.ones(3, F32)})
 
 
-def test_an_eight_bit_product_leaves_out_what_is_named():
-    for patterns in ((), (r"layers\.weight",)):
-        precision = eqxshard.Precision(None, matmul="float8", compute_except=patterns)
-        options: dict = {"make_model": Timed, "precision": precision}
-        state, step = step_helpers.make("data=1", "replicate", loss_fn, OPTIM, **options)
-        text = step.lower(state, make_batch()).as_text()
-        assert ("f8E" in text) == (not patterns)
-
-
 def test_patterns_that_are_wrong_are_refused():
     with pytest.raises(TypeError, match="compute_except='table'"):
         eqxshard.Precision(compute_except="table")

@@ -83,7 +83,7 @@ class Deep(eqx.Module):
     [
         {},
         {"accumulate": 2},
-        {"precision": eqxshard.Precision("bfloat16", matmul="float8")},
+        {"precision": eqxshard.Precision("bfloat16")},
     ],
 )
 def test_no_tracer_leaks(options):
