@@ -11,6 +11,7 @@ import optax
 from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, squared_errors
 
 import eqxshard
+from eqxshard.training.rewrite._interpreter import Interpreter
 from eqxshard.training.rewrite._rewrite import run_rewritten
 
 OPTIM = lenient(optax.adam(1e-2))
@@ -74,7 +75,7 @@ class Wide(eqx.Module):
         return jnp.tanh(x @ self.weight) @ self.weight.T[:, :4]
 
 
-def call_rewritten(fn, rewrite, *args):
-    """Call a function with its jaxpr rewritten, as a step does."""
+def call_rewritten(fn, rule, *args):
+    """Call a function with its jaxpr rewritten by a rule, as a step does."""
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return run_rewritten(rewrite, jaxpr, out, args)[0]
+    return run_rewritten(Interpreter([rule]).rewrite, jaxpr, out, args)[0]

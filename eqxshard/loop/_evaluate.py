@@ -23,13 +23,13 @@ from ..sharding._text import comma_list
 from ..training._advice import short_traceback
 from ..training._donation import check_not_donated
 from ..training._eval_step import EvalStep
-from ..training._gradients import step_context
 from ..training._inputs import ONE_BATCH, Signature, mesh_of, placed
 from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
+from ..training._use import call_as_used
 from ._batches import Batches, is_resident, read_from_start
 
 
@@ -207,12 +207,14 @@ def _compile(
         stored, _ = without_state(signature.storage())
         storage = {"model": stored}
 
-        with step_context({"model": model}, storage, storage, batch, mesh, precision) as (
-            for_use,
-            batch_for_use,
-        ):
-            model = eqx.nn.inference_mode(for_use["model"])
-            outputs = fn(with_state(model, model_state), batch_for_use)
+        def call(given: Any, batch: PyTree, model_state: PyTree) -> PyTree:
+            model = eqx.nn.inference_mode(given["model"])
+            return fn(with_state(model, model_state), batch)
+
+        given, others = {"model": model}, (model_state,)
+        outputs = call_as_used(
+            call, given, storage, storage, batch, others, mesh, precision
+        )
         _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
         return outputs
 

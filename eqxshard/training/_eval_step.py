@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..compiled._findings import Lint
-from ..sharding._explicit import replicated_on, to_auto
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
@@ -25,12 +24,12 @@ from ._examples import (
     sum_over_examples,
     total_weight,
 )
-from ._gradients import step_context
 from ._inputs import ONE_BATCH, Signature, mesh_of, several_batches
 from ._metrics import Metrics
 from ._precision import Precision
 from ._state import refuse_state, with_state, without_state
 from ._step import Key, StepMachine, Variant
+from ._use import call_as_used
 
 _MetricFn = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -195,21 +194,21 @@ def eval_step(
         stored = assign_shardings(model, mesh, rule)
     storage = {"model": stored}
 
-    with step_context({"model": model}, storage, storage, batch, mesh, precision) as (
-        for_use,
-        batch_for_use,
-    ):
+    def measure(given: Any, batch: PyTree, model_state: PyTree) -> Mapping[str, Any]:
         check_takes(metric_fn, "metric_fn", "model", "batch")
-        model = eqx.nn.inference_mode(for_use["model"])
-        model_state = replicated_on(model_state, mesh)
+        model = eqx.nn.inference_mode(given["model"])
 
         def apply(batch: PyTree) -> Mapping[str, Any]:
             return metric_fn(with_state(model, model_state), batch)
 
-        values = apply(batch_for_use)
+        values = apply(batch)
         check_metric_names("the result of metric_fn", values, "nonfinite")
         if is_weighted(batch):
-            check_scalars(values, apply, batch_for_use)
-    sums = sum_over_examples(to_auto(values), batch, mesh)
+            check_scalars(values, apply, batch)
+        return values
+
+    given, others = {"model": model}, (model_state,)
+    values = call_as_used(measure, given, storage, storage, batch, others, mesh, precision)
+    sums = sum_over_examples(values, batch, mesh)
     weight, nonfinite = total_weight(example_weights(batch)), jnp.zeros((), jnp.int32)
     return arrays, Metrics(sums, weight, nonfinite, own_weights(batch))

@@ -1,13 +1,21 @@
-"""Parameters on their way from where they are stored to where they are used, and back."""
+"""Parameters on their way from where they are stored to where they are used, and back.
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+A stored parameter is a value: a `Stored`, which is an array and, as static data, how to
+gather it. The user's code is traced with arrays that were gathered, and evaluated with
+parameters that still are as they are stored. Where it loops over stacked layers, each in
+`jax.checkpoint`, as [`eqxshard.scan_layers`][] does, the loop takes the layers of a
+`Stored`, and each iteration gathers one. Every other equation takes gathered arrays.
+"""
 
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
@@ -20,25 +28,29 @@ from ..sharding._explicit import (
 )
 from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
+from ..sharding._spec import axes_of
 from ._precision import Precision, cast
+from .rewrite._interpreter import Interpreter
+from .rewrite._jaxprs import open_jaxpr, scan_counts, variables
+from .rewrite._rewrite import is_rewriting, looks_for_nan, warn_once
 from .rewrite._tables import mark_gradient
 
+_CHECKPOINTS = ("checkpoint", "remat2")
 
-class Stored(NamedTuple):
-    """A stored array, and how to gather it for use.
+
+class Stored(eqx.Module):
+    """A parameter as it is stored, and how to gather it for use.
 
     - `array`: the array as it is stored.
     - `storage`: its sharding.
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
-    - `is_passed_on`: whether it had been gathered when `jax.jit` or its like passed it on.
     """
 
     array: Array
-    storage: NamedSharding
-    update: NamedSharding
-    dtype: DTypeLike | None
-    is_passed_on: bool = False
+    storage: NamedSharding = eqx.field(static=True)
+    update: NamedSharding = eqx.field(static=True)
+    dtype: DTypeLike | None = eqx.field(static=True)
 
     def gather(self) -> Array:
         """The array as it is used: cast, and whole along the axes that split the batch.
@@ -48,10 +60,30 @@ class Stored(NamedTuple):
         """
         used = compute_sharding(self.storage)
         dtypes = self.array.dtype, self.dtype
-        gather = _gather_function(self.storage, self.update, *dtypes, self.is_passed_on)
+        gather = _gather_function(self.storage, self.update, *dtypes)
         with computing_on_auto(used.mesh):
             array = gather(to_auto(self.array))
         return to_explicit(array, used)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is something to gather."""
+        return compute_sharding(self.storage).spec != self.storage.spec
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether the first dim, that of layers in a stack, is split."""
+        specs = (self.storage.spec, self.update.spec)
+        sizes = self.storage.mesh.shape
+        return any(sizes[axis] > 1 for spec in specs if spec for axis in axes_of(spec[0]))
+
+    def layers(self) -> "Stored":
+        """The stack as a loop takes its layers: with the sharding of one of them."""
+        storage, update = (
+            NamedSharding(each.mesh, PartitionSpec(*each.spec[1:]))
+            for each in (self.storage, self.update)
+        )
+        return Stored(self.array, storage, update, self.dtype)
 
 
 def _gather_function(
@@ -59,7 +91,6 @@ def _gather_function(
     update: NamedSharding,
     dtype: Any,
     compute: DTypeLike | None,
-    is_passed_on: bool,
 ) -> Callable[[Array], Array]:
     """A function that gathers arrays of a dtype, and casts them to the one to compute in.
 
@@ -78,10 +109,6 @@ def _gather_function(
         grad = constrain_to(mark_gradient(grad), update)
         return (constrain_to(grad.astype(dtype), update),)
 
-    if is_passed_on:
-        # Its gradient goes the same way back, and is cast and marked further out. Without
-        # rules of its own, so that it can also be differentiated forward.
-        return lambda array: constrain_to(constrain_to(array, storage), used)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return for_use
     gather = jax.custom_vjp(for_use)
@@ -89,58 +116,149 @@ def _gather_function(
     return gather
 
 
-#: The arrays of the step's model by `id`: each as it is used (held, so that its id stays
-#: its own) and as it is stored. `None` outside of a step.
-_InUse = Mapping[int, tuple[Array, Stored]]
-_IN_USE: contextvars.ContextVar[_InUse | None] = contextvars.ContextVar(
-    "eqxshard_in_use", default=None
-)
-
-
-@contextlib.contextmanager
-def gathered(
+def gather_all(
     model: PyTree,
     storage: PyTree[NamedSharding | None],
     update: PyTree[NamedSharding | None],
     mesh: Mesh,
     precision: Precision | None = None,
-) -> Iterator[PyTree]:
+) -> tuple[PyTree, list[Stored | None]]:
     """A model as it is used: each array gathered along the axes that split the batch.
 
     It is the entry `model` of a dict, beside what else a step is given.
 
-    Meanwhile [`scan_layers`][eqxshard.scan_layers] gathers the arrays of stacked layers
-    one layer at a time, and the compiler drops the arrays gathered here that are not used.
+    **Returns:**
+
+    The model; and for each of its leaves how it is stored, if it is on the mesh.
     """
-    pairs: list[tuple[Array, Stored]] = []
+    every: list[Stored | None] = []
 
     def gather(keys: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
         dtype = None if precision is None else precision.compute_type(leaf_path(keys))
-        if storage is None:
-            return replicated_on(cast(leaf, dtype), mesh)
-        # In user code, which may be a loop over layers, on the axes that it sees.
-        leaf = to_explicit(leaf, storage)
-        stored = Stored(leaf, storage, update or storage, dtype)
-        pairs.append((stored.gather(), stored))
-        return pairs[-1][0]
+        stored = None
+        if storage is not None:
+            # In user code, which may be a loop over layers, on the axes that it sees.
+            leaf = to_explicit(leaf, storage)
+            stored = Stored(leaf, storage, update or storage, dtype)
+        if leaf is not None:
+            every.append(stored)
+        return replicated_on(cast(leaf, dtype), mesh) if stored is None else stored.gather()
 
-    out = jax.tree_util.tree_map_with_path(
-        gather, model, storage, update, is_leaf=lambda leaf: leaf is None
-    )
-    with using(pairs):
-        yield out
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    used = jax.tree_util.tree_map_with_path(gather, model, storage, update, is_leaf=is_none)
+    return used, every
 
 
-@contextlib.contextmanager
-def using(pairs: Iterable[tuple[Array, Stored]]) -> Iterator[None]:
-    """Remember how the gathered arrays are stored."""
-    token = _IN_USE.set({id(array): (array, stored) for array, stored in pairs})
+def gather_in_loops(
+    fn: Callable[..., Any], args: Sequence[Any], stored: Sequence[Stored | None]
+) -> Any:
+    """Call a function of a model that was gathered, and gather stacked layers one by one.
+
+    **Arguments:**
+
+    - `fn`: a function of PyTrees.
+    - `args`: its arguments, of which the first leaves are those of the model.
+    - `stored`: from `gather_all`.
+    """
+    is_on = is_rewriting() and not looks_for_nan()
+    if not is_on or not any(x is not None and x.is_split for x in stored):
+        return fn(*args)
+    leaves, structure = jax.tree.flatten(tuple(args))
+    where = [i for i, leaf in enumerate(leaves) if eqx.is_array(leaf)]
+    others: list[Any] = []
+
+    def flat(*arrays: Any) -> Any:
+        given = dict(enumerate(leaves)) | dict(zip(where, arrays, strict=True))
+        out = fn(*jax.tree.unflatten(structure, [*given.values()]))
+        found, rest = eqx.partition(out, eqx.is_array)
+        others.append(rest)
+        return found
+
+    arrays = [leaves[i] for i in where]
+    # A mistake in the user's code is raised here.
+    jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    inputs = [
+        stored[i] if i < len(stored) and stored[i] is not None else leaves[i] for i in where
+    ]
     try:
-        yield
-    finally:
-        _IN_USE.reset(token)
+        outputs = _Loops().evaluate(jaxpr, inputs, dict(enumerate(arrays)))
+    except Exception as error:
+        warn_once(f"{type(error).__name__}: {error}")
+        outputs = core.jaxpr_as_fun(jaxpr)(*arrays)
+    found = jax.tree.unflatten(jax.tree.structure(out), outputs)
+    return eqx.combine(found, others[-1])
 
 
-def in_use() -> _InUse | None:
-    """The arrays of the step's model, by `id`; `None` outside of a step."""
-    return _IN_USE.get()
+class _Loops:
+    """The rule for loops over stored layers, and for `jax.checkpoint` of one of them."""
+
+    def __init__(self):
+        self._interpreter = Interpreter(
+            [self._rule], [_no_rule], _as_array, differentiated=False
+        )
+
+    def evaluate(self, jaxpr: Any, inputs: Sequence[Any], arrays: Any = None) -> list[Any]:
+        """The outputs of a jaxpr, some of whose inputs are stored."""
+        return self._interpreter.evaluate(jaxpr, inputs, arrays)[0]
+
+    def _rule(self, jaxpr: Any) -> dict[int, Any]:
+        kinds = {"scan": self._scan, **dict.fromkeys(_CHECKPOINTS, self._checkpoint)}
+        return {
+            i: ft.partial(kinds[eqn.primitive.name], eqn)
+            for i, eqn in enumerate(jaxpr.eqns)
+            if eqn.primitive.name in kinds
+        }
+
+    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        part, (start, count) = eqn.params["jaxpr"], scan_counts(eqn)
+        inside, end = open_jaxpr(part), start + count
+        is_loop = [
+            i >= end
+            and isinstance(x, Stored)
+            and not x.splits_layers
+            and _is_for_checkpoints(inside, inside.invars[i])
+            for i, x in enumerate(inputs)
+        ]
+        if not any(is_loop):
+            return None
+        inputs = [
+            x.layers() if each else _as_array(x)
+            for x, each in zip(inputs, is_loop, strict=True)
+        ]
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = self.evaluate(part, [*inputs[:start], *carry, *xs])
+            return outputs[:count], outputs[count:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(body, inputs[start:end], inputs[end:], **options)
+        return [*carry, *stacked]
+
+    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        if not any(isinstance(x, Stored) for x in inputs):
+            return None
+        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+
+        def again(inputs: list[Any]) -> list[Any]:
+            return self.evaluate(eqn.params["jaxpr"], inputs)
+
+        return jax.checkpoint(again, **options)(inputs)
+
+
+def _as_array(value: Any) -> Any:
+    return value.gather() if isinstance(value, Stored) else value
+
+
+def _no_rule(jaxpr: Any) -> dict[int, Any]:
+    """For code per device, which takes gathered arrays."""
+    return {}
+
+
+def _is_for_checkpoints(jaxpr: Any, variable: Any) -> bool:
+    """Whether all that reads a variable is `jax.checkpoint`, and so what is gathered there.
+
+    Else every gathered layer would be kept for the backward pass.
+    """
+    readers = [eqn for eqn in jaxpr.eqns if variable in variables(eqn.invars)]
+    is_returned = variable in variables(jaxpr.outvars)
+    return not is_returned and all(eqn.primitive.name in _CHECKPOINTS for eqn in readers)

@@ -1,8 +1,7 @@
 """Gradients of the mean loss over a batch: a pure function of a state and a batch."""
 
-import contextlib
 import functools as ft
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,12 +13,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
 from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
-from ..sharding._explicit import replicated_on, to_auto, to_explicit
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
-from ._advice import add_advice, check_takes
+from ._advice import check_takes
 from ._config import StepConfig
 from ._examples import (
     check_metric_names,
@@ -34,10 +32,10 @@ from ._examples import (
     sum_over_examples,
     total_weight,
 )
-from ._gather import gathered
 from ._layout import StateLayout
-from ._precision import Precision, check_patterns
-from ._state import TrainState, split_model, state_indices, with_state
+from ._precision import check_patterns
+from ._state import TrainState, split_model, with_state
+from ._use import call_as_used
 
 
 class Gradients(NamedTuple):
@@ -94,19 +92,15 @@ def compute_gradients(
         params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: Array
     ) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
         """The mean over a microbatch; the sums of loss and metrics, and the new state."""
-        given = {"model": eqx.combine(params, frozen), "extra": extra}
-        with step_context(given, storage, update, batch, layout.mesh, config.precision) as (
-            for_use,
-            batch_for_use,
-        ):
-            model = for_use["model"]
-            more = () if extra is None else (for_use["extra"],)
+
+        def call(given: Any, batch: PyTree, model_state: PyTree, key: Array) -> Any:
+            model = given["model"]
+            more = () if extra is None else (given["extra"],)
             names = ("model", "batch", "key", "extra")
             check_takes(config.loss_fn, "loss_fn", *names[: 3 + len(more)])
-            model_state, key = replicated_on((model_state, key), layout.mesh)
             # Called here, and not in a function of its own: each is a frame in the
             # traceback of a mistake in the loss function.
-            out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *more)
+            out = config.loss_fn(with_state(model, model_state), batch, key, *more)
             results, new_state = _split_result(out, model_state, config)
             if config.accumulate > 1 or is_weighted(batch):
 
@@ -114,8 +108,14 @@ def compute_gradients(
                     out = config.loss_fn(with_state(model, model_state), batch, key, *more)
                     return _split_result(out, model_state, config)[0]
 
-                check_scalars(results, again, batch_for_use, config.accumulate)
-        results, new_state = to_auto((results, new_state))
+                check_scalars(results, again, batch, config.accumulate)
+            return results, new_state
+
+        given = {"model": eqx.combine(params, frozen), "extra": extra}
+        others = model_state, key
+        results, new_state = call_as_used(
+            call, given, storage, update, batch, others, layout.mesh, config.precision
+        )
         sums = sum_over_examples(results, batch, layout.mesh)
         loss = _mean(sums["loss"], loss_weight)
         return loss if scale is None else loss * scale, (sums, new_state)
@@ -189,33 +189,6 @@ def _check_losses(losses: Any) -> None:
             f"the loss is {dtype.name}, which has no gradient; return floating-point "
             "numbers that the model's determine, and counts of mistakes as a metric."
         )
-
-
-@contextlib.contextmanager
-def step_context(
-    model: Mapping[str, PyTree],
-    storage: Mapping[str, PyTree[NamedSharding | None]],
-    update: Mapping[str, PyTree[NamedSharding | None]],
-    batch: PyTree,
-    mesh: Mesh,
-    precision: Precision | None,
-) -> Iterator[tuple[Mapping[str, PyTree], PyTree]]:
-    """A model and a batch as user code gets them: cast, gathered, on the step's mesh.
-
-    The model is the entry `model` of a dict, as `storage` and `update` are.
-    """
-    if precision is not None:
-        batch = precision.cast(batch, "batch")
-    with (
-        gathered(model, storage, update, mesh, precision) as model,
-        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-    ):
-        rows = batch_sharding(mesh)
-        try:
-            yield model, jax.tree.map(lambda x: to_explicit(x, rows), batch)
-        except Exception as error:
-            add_advice(error, batch, stateful=bool(state_indices(model["model"])))
-            raise
 
 
 def accumulate_gradients(

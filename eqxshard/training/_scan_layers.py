@@ -7,14 +7,10 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._errors import UsageError, UsageTypeError
-from ..sharding._explicit import constrain_to
-from ..sharding._leaves import array_leaves, stacked_depth
-from ..sharding._spec import axes_of
-from ._gather import Stored, in_use, using
+from ..sharding._leaves import stacked_depth
 
 #: A policy of `jax.checkpoint`, or the name of one of these.
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -92,67 +88,16 @@ def scan_layers(
         )
     depth = stacked_depth(layers)
     arrays, static = eqx.partition(layers, eqx.is_array)
-    leaves, treedef = jax.tree.flatten(arrays)
-    stored = _find_stored(layers)
     # As a pipeline does, so that dropout is the same in both.
     numbers = jnp.arange(depth)
     keys = None if key is None else jax.vmap(ft.partial(jax.random.fold_in, key))(numbers)
 
-    def body(x: PyTree, layer: tuple[list[Array], Array | None]) -> tuple[PyTree, None]:
-        parts, key = layer
-        slices = [
-            None if whole is None else _slice_of(whole, part)
-            for whole, part in zip(stored, parts, strict=True)
-        ]
-        parts = [
-            part if each is None else each.gather()
-            for each, part in zip(slices, parts, strict=True)
-        ]
-        module = eqx.combine(jax.tree.unflatten(treedef, parts), static)
-        # A layer may itself hold stacked layers.
-        pairs = [(part, each) for part, each in zip(parts, slices) if each is not None]
-        with using([*pairs, *(in_use() or {}).values()]):
-            return (module(x, *args) if key is None else module(x, *args, key=key)), None
+    def body(x: PyTree, layer: tuple[PyTree, Array | None]) -> tuple[PyTree, None]:
+        arrays, key = layer
+        module = eqx.combine(arrays, static)
+        return (module(x, *args) if key is None else module(x, *args, key=key)), None
 
-    xs = [leaf if each is None else each.array for leaf, each in zip(leaves, stored)]
-    return jax.lax.scan(_rematerialize(body, remat), x, (xs, keys))[0]
-
-
-def _find_stored(layers: PyTree) -> list[Stored | None]:
-    """How each array of the layers is stored, if it can be gathered layer by layer."""
-    used = in_use() or {}
-    found: list[Stored | None] = []
-    alike = {(x.shape, x.dtype): stored for x, stored in used.values()}
-    is_per_device = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    for _, leaf in array_leaves(layers):
-        _, stored = used.get(id(leaf), (None, None))
-        if stored is None and (leaf.shape, leaf.dtype) in alike and not is_per_device:
-            stored = _passed_on(leaf, alike[leaf.shape, leaf.dtype])
-        if stored and any(map(_splits_layers, (stored.storage, stored.update))):
-            stored = None
-        found.append(stored)
-    return found
-
-
-def _passed_on(array: Array, like: Stored) -> Stored:
-    """An array that `jax.jit` or its like passed on, split as others like it are."""
-    array = constrain_to(array, like.storage)
-    return like._replace(array=array, dtype=None, is_passed_on=True)
-
-
-def _splits_layers(sharding: NamedSharding) -> bool:
-    axes = axes_of(sharding.spec[0]) if sharding.spec else ()
-    return any(sharding.mesh.shape[axis] > 1 for axis in axes)
-
-
-def _slice_of(stored: Stored, part: Array) -> Stored:
-    """One layer of a stacked array."""
-
-    def without_layers(sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-
-    storage, update = without_layers(stored.storage), without_layers(stored.update)
-    return stored._replace(array=part, storage=storage, update=update)
+    return jax.lax.scan(_rematerialize(body, remat), x, (arrays, keys))[0]
 
 
 def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The rule `guard_partitioner`: programs that XLA would split over a mesh wrongly, split rightly.
+"""The rule `guard_partitioner`: programs that XLA would split wrongly, split rightly.
 
 Plain `jax.jit` has these faults, on CPUs and on GPUs (seen with JAX 0.10.2 and 0.12.0; the
 page "What XLA gets wrong" has the reports):

@@ -41,6 +41,7 @@ Rule = Callable[[Any], Mapping[int, Apply]]
 
 #: Their jaxprs are kernels.
 _KERNELS = ("pallas_call", "custom_partitioning")
+_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_lin")
 
 
 class Interpreter:
@@ -50,6 +51,8 @@ class Interpreter:
     - `inner_rules`: for all other code, such as that of `jax.shard_map`.
     - `plain`: makes an array of the input of an equation that no rule picks. An input may
         be another PyTree, which rules know how to read.
+    - `differentiated`: whether nobody will differentiate the result; otherwise functions
+        with a derivative of their own stay as they are.
     """
 
     def __init__(
@@ -57,9 +60,12 @@ class Interpreter:
         rules: Sequence[Rule],
         inner_rules: Sequence[Rule] = (),
         plain: Callable[[Any], Any] = lambda x: x,
+        *,
+        differentiated: bool = True,
     ):
         self._rules = rules
         self._plain = plain
+        self._differentiated = differentiated
         self._inner = Interpreter(inner_rules, (), plain) if inner_rules else self
         self._picked: dict[Any, Mapping[int, Apply]] = {}
         self._jitted: dict[Any, Any] = {}
@@ -76,8 +82,15 @@ class Interpreter:
         """
         if not self.picks(jaxpr):
             return jaxpr
+
+        def rewritten(*args: Any) -> Any:
+            outputs, failed = self.evaluate(jaxpr, args)
+            if failed is None and has_checks(jaxpr):
+                failed = jnp.int32(0)  # They are where no number is returned.
+            return outputs, failed
+
         inputs = [x.aval for x in open_jaxpr(jaxpr).invars]
-        return jax.make_jaxpr(lambda *args: self.evaluate(jaxpr, args))(*inputs)
+        return jax.make_jaxpr(rewritten)(*inputs)
 
     def evaluate(
         self, jaxpr: Any, args: Iterable[Any], arrays: Mapping[int, Any] | None = None
@@ -150,11 +163,12 @@ class Interpreter:
         name, parts = eqn.primitive.name, [*jaxprs_in(eqn.params)]
         if not parts or name in _KERNELS:
             return None
+        if name in _DERIVATIVES:
+            picks = self._differentiated and any(map(self.picks, parts))
+            return (lambda inputs: self._inline(eqn, inputs)) if picks else None
         build: Callable[[Any, list[Any]], Any] | None = {
             "jit": None if has_shardings(eqn) else self._jit,
             "closed_call": self._inline,
-            "custom_jvp_call": self._inline,
-            "custom_vjp_call": self._inline,
             "checkpoint": self._remat,
             "remat2": self._remat,
             "scan": self._scan,
@@ -218,19 +232,21 @@ class Interpreter:
         params = eqn.params
         first = params["cond_nconsts"]
         second = first + params["body_nconsts"]
-        carry = [*map(self._plain, inputs[second:])]
-        # Under vmap, the condition has dims, and there is no single number.
-        is_scalar = not open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape
-        body = self if is_scalar else self._inner
+        if open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
+            # Under vmap, the condition has dims. `jax.lax.while_loop` makes none like it.
+            return self._other(eqn, inputs)
 
         def holds(carry: list[Any]) -> Array:
             args = [*inputs[:first], *carry]
             return self._inner.evaluate(params["cond_jaxpr"], args)[0][0]
 
-        def step(carry: list[Any]) -> Any:
-            return body.evaluate(params["body_jaxpr"], [*inputs[first:second], *carry])
+        def step(carry: list[Any]) -> tuple[list[Any], Any]:
+            args = [*inputs[first:second], *carry]
+            outputs, failed = self.evaluate(params["body_jaxpr"], args)
+            return outputs, jnp.int32(0) if failed is None else failed
 
-        if body is not self or not has_checks(params["body_jaxpr"]):
+        carry = [*map(self._plain, inputs[second:])]
+        if not has_checks(params["body_jaxpr"]):
             return jax.lax.while_loop(holds, lambda carry: step(carry)[0], carry)
         # It stops once a check has failed: it might not end otherwise.
         return Checked(
@@ -268,7 +284,7 @@ class Interpreter:
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=[*params["out_specs"]],
-            axis_names={*params["manual_axes"]},
+            axis_names={*params["newly_manual_axes"]},
             check_vma=params["check_vma"],
         )(*map(self._plain, inputs))
 

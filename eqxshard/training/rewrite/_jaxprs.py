@@ -203,8 +203,12 @@ def has_shardings(eqn: Any) -> bool:
 
 def varying_like(x: Array, aval: Any) -> Array:
     """In code for each device, an array that varies along the axes that a type does."""
-    axes = getattr(aval, "vma", frozenset()) - getattr(jax.typeof(x), "vma", frozenset())
+    axes = _varies_along(aval) - _varies_along(jax.typeof(x))
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def _varies_along(aval: Any) -> frozenset[str]:
+    return aval.manual_axis_type.varying
 
 
 def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:

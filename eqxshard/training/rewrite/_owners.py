@@ -7,6 +7,7 @@ whole matrices of its layers. After the last one, another brings the result back
 al., https://arxiv.org/abs/2502.16982).
 """
 
+import collections
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
@@ -135,7 +136,7 @@ def _own(
             is_moved = eqn.primitive.name == "transpose"
             for x in eqn.outvars:
                 stored[x] = None if is_moved else places.get(x.aval.shape)
-        values |= run_equations([eqn], lambda x, used=used: used.get(x, values[x]))
+        values |= run_equations([eqn], collections.ChainMap(used, values).__getitem__)
         if is_whole:
             whole.update((x, values[x]) for x in eqn.outvars if x in values)
     return [x.val if isinstance(x, core.Literal) else values[x] for x in inside.outvars]

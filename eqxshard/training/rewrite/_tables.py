@@ -1,4 +1,4 @@
-"""The rule `sum_tables_whole`: gradients of tables, summed over the batch before they are split.
+"""The rule `sum_tables_whole`: gradients of tables, summed over the batch, then split.
 
 The gradient of `table[tokens]` is a scatter-add of one row per token. If it is constrained
 to where a table is stored that is split over an axis of the batch, XLA may move activation

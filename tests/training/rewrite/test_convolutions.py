@@ -16,7 +16,6 @@ from step_helpers import call_rewritten
 import eqxshard
 from eqxshard.training._jit import jit_on
 from eqxshard.training.rewrite._convolutions import fast_convolutions
-from eqxshard.training.rewrite._jaxprs import map_jaxpr
 
 OPTIM = lenient(optax.sgd(0.1))
 KEY = jax.random.key(0)
@@ -161,8 +160,7 @@ def test_no_convolution_is_left_to_ynnpack():
 
 def fast(fn):
     """A function with its convolutions rewritten."""
-    rewrite = functools.partial(map_jaxpr, fast_convolutions)
-    return lambda *args: call_rewritten(fn, rewrite, *args)
+    return lambda *args: call_rewritten(fn, fast_convolutions, *args)
 
 
 def slopes(layer, x):

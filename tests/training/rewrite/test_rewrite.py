@@ -17,9 +17,10 @@ from rewrite_programs import GROUPS
 from step_helpers import call_rewritten
 
 import eqxshard
-from eqxshard.training.rewrite._checks import Errors, collect_checks
+from eqxshard.training._jit import step_rules
+from eqxshard.training.rewrite._checks import Errors
 from eqxshard.training.rewrite._convolutions import fast_convolutions
-from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
+from eqxshard.training.rewrite._jaxprs import equations, open_jaxpr
 
 #: How many primitives the programs of the sweep have between them, at least.
 PRIMITIVES = 165
@@ -125,7 +126,7 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
         sweep = Sweep(group)
         jaxpr = jax.make_jaxpr(sweep.measure)(sweep.weights, BATCH)
         met |= {eqn.primitive.name for eqn in equations(jaxpr)}
-        rewritten = collect_checks(map_jaxpr(fast_convolutions, jaxpr), Errors())
+        rewritten = step_rules(make_mesh("data=1"), Errors()).rewrite(jaxpr)
         core.check_jaxpr(open_jaxpr(rewritten))
     record_property("primitives", len(met))
     print(f"{len(met)} primitives: {' '.join(sorted(met))}")
@@ -136,8 +137,7 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
 def test_without_rewrites_steps_return_the_same(monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
     forbid = lambda *_: pytest.fail("rewritten")  # noqa: E731
-    monkeypatch.setattr("eqxshard.training._jit.fast_convolutions", forbid)
-    monkeypatch.setattr("eqxshard.training._jit.collect_checks", forbid)
+    monkeypatch.setattr("eqxshard.training._jit.step_rules", forbid)
     Sweep("convolutions").check()
 
 
@@ -163,8 +163,10 @@ def broken(_):
     raise KeyError("num_consts")
 
 
-def wrong(_):
-    return jax.make_jaxpr(lambda *args: args[0].astype(jnp.bfloat16))(jnp.ones(3)).jaxpr
+def wrong(jaxpr):
+    """The first array of each equation, in another type."""
+    apply = lambda inputs: [inputs[0].astype(jnp.bfloat16)]  # noqa: E731
+    return dict.fromkeys(range(len(jaxpr.eqns)), apply)
 
 
 @pytest.mark.versions
@@ -241,8 +243,7 @@ def test_values_that_are_not_finite_stay_where_plain_jax_has_them(odd, size=3):
     shapes = (2, 1, size, size), (2,), (3, 1, 9, 9)
     weight, bias, x = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     x[1, 0, 4, 3] = ODD[odd]
-    rewrite = lambda jaxpr: map_jaxpr(fast_convolutions, jaxpr)  # noqa: E731
-    fast = lambda *args: call_rewritten(gradients, rewrite, *args)  # noqa: E731
+    fast = lambda *args: call_rewritten(gradients, fast_convolutions, *args)  # noqa: E731
     ours, theirs = jax.jit(fast)(weight, bias, x), jax.jit(gradients)(weight, bias, x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
