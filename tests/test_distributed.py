@@ -161,6 +161,19 @@ def test_each_process_gives_the_whole_of_a_numpy_batch(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_check_that_fails_in_one_process_is_an_error_in_all(tmp_path):
+    launch = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=1"]
+    script = Path(__file__).parent / "check_in_one_process.py"
+    status, out, err = finished([sys.executable, *launch, script, tmp_path], env=SETTINGS)
+    assert status == 0, out + err
+    errors = ["UsageError: a check by equinox.error_if failed in process 1; read its output"]
+    errors += ["EquinoxRuntimeError"]
+    for number, error in enumerate(errors):
+        first, second, third = json.loads((tmp_path / f"{number}.json").read_text())
+        assert (first, third) == ("right", "right") and second.startswith(error), second
+
+
+@pytest.mark.slow
 def test_explicit_axes_do_not_change_the_results(tmp_path):
     options = "--mesh=data=2,fsdp=2", "--rule=fsdp"
     for name, kind in (("auto", ()), ("explicit", ("--explicit",))):

@@ -31,7 +31,7 @@ from ..sharding._placement import compute_sharding
 from ..sharding._spec import axes_of
 from ._precision import Precision, cast
 from .rewrite._interpreter import Interpreter
-from .rewrite._jaxprs import open_jaxpr, scan_counts, variables
+from .rewrite._jaxprs import open_jaxpr, scan_counts
 from .rewrite._rewrite import is_rewriting, looks_for_nan, warn_once
 from .rewrite._tables import mark_gradient
 
@@ -45,12 +45,14 @@ class Stored(eqx.Module):
     - `storage`: its sharding.
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
+    - `is_layer`: whether a loop has taken it out of a stack.
     """
 
     array: Array
     storage: NamedSharding = eqx.field(static=True)
     update: NamedSharding = eqx.field(static=True)
     dtype: DTypeLike | None = eqx.field(static=True)
+    is_layer: bool = eqx.field(static=True, default=False)
 
     def gather(self) -> Array:
         """The array as it is used: cast, and whole along the axes that split the batch.
@@ -78,12 +80,12 @@ class Stored(eqx.Module):
         return any(sizes[axis] > 1 for spec in specs if spec for axis in axes_of(spec[0]))
 
     def layers(self) -> "Stored":
-        """The stack as a loop takes its layers: with the sharding of one of them."""
+        """The stack as a loop takes it apart: with the sharding of one layer."""
         storage, update = (
             NamedSharding(each.mesh, PartitionSpec(*each.spec[1:]))
             for each in (self.storage, self.update)
         )
-        return Stored(self.array, storage, update, self.dtype)
+        return Stored(self.array, storage, update, self.dtype, is_layer=True)
 
 
 def _gather_function(
@@ -190,11 +192,11 @@ def gather_in_loops(
 
 
 class _Loops:
-    """The rule for loops over stored layers, and for `jax.checkpoint` of one of them."""
+    """The rule for loops over stored layers, and for what passes them on."""
 
     def __init__(self):
         self._interpreter = Interpreter(
-            [self._rule], [_no_rule], _as_array, differentiated=False
+            [self._rule], [_no_rule], plain=_as_array, reads=_reads, differentiated=False
         )
 
     def evaluate(self, jaxpr: Any, inputs: Sequence[Any], arrays: Any = None) -> list[Any]:
@@ -202,41 +204,37 @@ class _Loops:
         return self._interpreter.evaluate(jaxpr, inputs, arrays)[0]
 
     def _rule(self, jaxpr: Any) -> dict[int, Any]:
-        kinds = {"scan": self._scan, **dict.fromkeys(_CHECKPOINTS, self._checkpoint)}
-        return {
-            i: ft.partial(kinds[eqn.primitive.name], eqn)
-            for i, eqn in enumerate(jaxpr.eqns)
-            if eqn.primitive.name in kinds
-        }
+        found = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            build = {
+                "scan": self._scan,
+                "jit": self._interpreter.jit,
+                **dict.fromkeys(_CHECKPOINTS, self._checkpoint),
+            }.get(eqn.primitive.name)
+            is_layer = eqn.primitive.name in _CHECKPOINTS
+            if build and (
+                is_layer or any(_is_loop(eqn, n) for n in range(len(eqn.invars)))
+            ):
+                found[i] = ft.partial(self._if_stored, build, eqn)
+        return found
 
-    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        part, (start, count) = eqn.params["jaxpr"], scan_counts(eqn)
-        inside, end = open_jaxpr(part), start + count
-        is_loop = [
-            i >= end
-            and isinstance(x, Stored)
-            and not x.splits_layers
-            and _is_for_checkpoints(inside, inside.invars[i])
-            for i, x in enumerate(inputs)
-        ]
-        if not any(is_loop):
-            return None
-        inputs = [
-            x.layers() if each else _as_array(x)
-            for x, each in zip(inputs, is_loop, strict=True)
-        ]
+    def _if_stored(self, build: Any, eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        return build(eqn, inputs) if any(isinstance(x, Stored) for x in inputs) else None
+
+    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        start, count = scan_counts(eqn)
+        end = start + count
+        xs = [x.layers() if isinstance(x, Stored) else x for x in inputs[end:]]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = self.evaluate(part, [*inputs[:start], *carry, *xs])
+            outputs = self.evaluate(eqn.params["jaxpr"], [*inputs[:start], *carry, *xs])
             return outputs[:count], outputs[count:]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, inputs[start:end], inputs[end:], **options)
+        carry, stacked = jax.lax.scan(body, inputs[start:end], xs, **options)
         return [*carry, *stacked]
 
-    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any] | None:
-        if not any(isinstance(x, Stored) for x in inputs):
-            return None
+    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
 
         def again(inputs: list[Any]) -> list[Any]:
@@ -254,11 +252,35 @@ def _no_rule(jaxpr: Any) -> dict[int, Any]:
     return {}
 
 
-def _is_for_checkpoints(jaxpr: Any, variable: Any) -> bool:
-    """Whether all that reads a variable is `jax.checkpoint`, and so what is gathered there.
+def _reads(eqn: Any, i: int, x: Any) -> bool:
+    """Whether an equation is given an input as it is stored."""
+    if not isinstance(x, Stored):
+        return False
+    if x.is_layer and eqn.primitive.name in _CHECKPOINTS:
+        return True
+    return _is_loop(eqn, i) and not x.splits_layers
 
-    Else every gathered layer would be kept for the backward pass.
+
+def _is_loop(eqn: Any, i: int) -> bool:
+    """Whether an equation loops over an input, each part of it for `jax.checkpoint` alone.
+
+    Or passes it on to a loop. Parts for anything else would all be kept for the backward
+    pass once they are gathered.
     """
-    readers = [eqn for eqn in jaxpr.eqns if variable in variables(eqn.invars)]
-    is_returned = variable in variables(jaxpr.outvars)
-    return not is_returned and all(eqn.primitive.name in _CHECKPOINTS for eqn in readers)
+    name = eqn.primitive.name
+    if name == "scan":
+        inside = open_jaxpr(eqn.params["jaxpr"])
+        readers = _readers(inside, inside.invars[i])
+        is_part = i >= sum(scan_counts(eqn)) and inside.invars[i] not in inside.outvars
+        return is_part and all(each.primitive.name in _CHECKPOINTS for each, _ in readers)
+    if name != "jit" and name not in _CHECKPOINTS:
+        return False
+    inside = open_jaxpr(eqn.params["jaxpr"])
+    return any(_is_loop(*reader) for reader in _readers(inside, inside.invars[i]))
+
+
+def _readers(jaxpr: Any, variable: Any) -> list[tuple[Any, int]]:
+    """The equations that read a variable, each with the position of the input."""
+    return [
+        (eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.invars) if x is variable
+    ]

@@ -23,6 +23,8 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Int
 
+from ..._errors import UsageError
+from ...distributed import allgather_json
 from ._error_if import Checked, has_checks, raising
 from ._interpreter import Apply, Rule
 from ._jaxprs import in_scope, map_jaxpr, open_jaxpr
@@ -36,12 +38,15 @@ class Errors:
     """Equinox's functions that raise the errors of a step's checks.
 
     - `callbacks`: for each check that returns a number.
-    - `noted`: for each of the others that failed, with the position of its message.
+    - `noted`: for each of the others that failed in this process, with the position of
+        its message.
+    - `has_others`: whether there are others.
     """
 
     def __init__(self):
         self.callbacks: list[Any] = []
         self.noted: list[tuple[Any, int]] = []
+        self.has_others = False
 
     def failed(self, number: int) -> tuple[Any, int] | None:
         """The function of a check that failed, and the position of its message."""
@@ -65,7 +70,19 @@ class Checks(eqx.Module):
     def raise_failed(self) -> None:
         """Wait for the step, and raise the error of a check that failed."""
         failed = self.errors.failed(int(jax.device_get(self.number)))
+        elsewhere: list[int] = []
+        if self.errors.has_others:
+            # Which one process alone may have noted.
+            everyone = allgather_json(failed is not None)
+            elsewhere = [
+                process for process, has_failed in enumerate(everyone) if has_failed
+            ]
         if failed is None:
+            if elsewhere:
+                raise UsageError(
+                    f"a check by equinox.error_if failed in process {elsewhere[0]}; read "
+                    "its output, which has the error."
+                )
             return
         callback, message = failed
 
@@ -105,6 +122,7 @@ def note_checks(errors: Errors) -> Rule:
             errors.noted.append((check.callback, int(position)))
             return results
 
+        errors.has_others = True
         branch, *operands = inputs
         results = tuple(check.held(*operands))
         shapes = jax.eval_shape(lambda: results)

@@ -49,8 +49,10 @@ class Interpreter:
 
     - `rules`: for code that can return the number of a check that failed.
     - `inner_rules`: for all other code, such as that of `jax.shard_map`.
-    - `plain`: makes an array of the input of an equation that no rule picks. An input may
-        be another PyTree, which rules know how to read.
+    - `plain`: makes an array of an input. An input may be another PyTree, in the place of
+        an array.
+    - `reads`: whether a picked equation can read an input as it is, by the position of the
+        input; all other equations are given arrays.
     - `differentiated`: whether nobody will differentiate the result; otherwise functions
         with a derivative of their own stay as they are.
     """
@@ -59,14 +61,16 @@ class Interpreter:
         self,
         rules: Sequence[Rule],
         inner_rules: Sequence[Rule] = (),
-        plain: Callable[[Any], Any] = lambda x: x,
         *,
+        plain: Callable[[Any], Any] = lambda x: x,
+        reads: Callable[[Any, int, Any], bool] = lambda eqn, i, x: False,
         differentiated: bool = True,
     ):
         self._rules = rules
         self._plain = plain
+        self._reads = reads
         self._differentiated = differentiated
-        self._inner = Interpreter(inner_rules, (), plain) if inner_rules else self
+        self._inner = Interpreter(inner_rules) if inner_rules else self
         self._picked: dict[Any, Mapping[int, Apply]] = {}
         self._jitted: dict[Any, Any] = {}
 
@@ -132,7 +136,11 @@ class Interpreter:
                 values |= run_equations(eqns, read_array, uses, pairs[-1][0])
                 continue
             for i, eqn in pairs:
-                outputs = bind_at(eqn, picked[i], [read(atom) for atom in eqn.invars])
+                inputs = [
+                    read(x) if self._reads(eqn, n, read(x)) else read_array(x)
+                    for n, x in enumerate(eqn.invars)
+                ]
+                outputs = bind_at(eqn, picked[i], inputs)
                 if outputs is None:
                     values |= run_equations([eqn], read_array, uses, i)
                     continue
@@ -140,8 +148,7 @@ class Interpreter:
                     outputs, number = outputs
                     failed.append(number)
                 values.update(zip(eqn.outvars, outputs, strict=True))
-        # A constant, such as a flag that `BatchNorm` sets, is a NumPy scalar.
-        outputs = [jnp.asarray(read_array(x), x.aval.dtype) for x in inside.outvars]
+        outputs = [_as_array(read_array(x), x.aval) for x in inside.outvars]
         return outputs, first_failed(*failed) if failed else None
 
     def _look(self, jaxpr: Any) -> Mapping[int, Apply]:
@@ -167,7 +174,7 @@ class Interpreter:
             picks = self._differentiated and any(map(self.picks, parts))
             return (lambda inputs: self._inline(eqn, inputs)) if picks else None
         build: Callable[[Any, list[Any]], Any] | None = {
-            "jit": None if has_shardings(eqn) else self._jit,
+            "jit": None if has_shardings(eqn) else self.jit,
             "closed_call": self._inline,
             "checkpoint": self._remat,
             "remat2": self._remat,
@@ -184,7 +191,8 @@ class Interpreter:
 
     # Equations with jaxprs, built again
 
-    def _jit(self, eqn: Any, inputs: list[Any]) -> Any:
+    def jit(self, eqn: Any, inputs: list[Any]) -> Any:
+        """A jitted function."""
         part = eqn.params["jaxpr"]
         if part not in self._jitted:
 
@@ -217,7 +225,7 @@ class Interpreter:
     def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
         start, count = scan_counts(eqn)
         consts, xs = inputs[:start], inputs[start + count :]
-        carry = [*map(self._plain, inputs[start : start + count])]
+        carry = inputs[start : start + count]
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
             args = [*consts, *carry, *xs]
@@ -245,7 +253,7 @@ class Interpreter:
             outputs, failed = self.evaluate(params["body_jaxpr"], args)
             return outputs, jnp.int32(0) if failed is None else failed
 
-        carry = [*map(self._plain, inputs[second:])]
+        carry = inputs[second:]
         if not has_checks(params["body_jaxpr"]):
             return jax.lax.while_loop(holds, lambda carry: step(carry)[0], carry)
         # It stops once a check has failed: it might not end otherwise.
@@ -271,7 +279,7 @@ class Interpreter:
             return run
 
         branches = [branch(part) for part in eqn.params["branches"]]
-        return _result(*jax.lax.switch(self._plain(index), branches, operands))
+        return _result(*jax.lax.switch(index, branches, operands))
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
         params = eqn.params
@@ -286,7 +294,7 @@ class Interpreter:
             out_specs=[*params["out_specs"]],
             axis_names={*params["newly_manual_axes"]},
             check_vma=params["check_vma"],
-        )(*map(self._plain, inputs))
+        )(*inputs)
 
     def _other(self, eqn: Any, inputs: list[Any]) -> Any:
         """With jaxprs of the same types in its parameters."""
@@ -296,7 +304,12 @@ class Interpreter:
             return retrace(fn, [x.aval for x in open_jaxpr(part).invars], part)[0]
 
         params = map_jaxprs_in(again, eqn.params)
-        return bind(eqn, [*map(self._plain, inputs)], params)
+        return bind(eqn, inputs, params)
+
+
+def _as_array(x: Any, aval: Any) -> Array:
+    # A constant, such as a flag that `BatchNorm` sets, is a NumPy scalar.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
 
 def _result(outputs: list[Any], failed: Any) -> Any:
