@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, UInt8
 
+from .._jax import Literal, frames_of, mesh_of
 from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
 from ..sharding._explicit import auto_mesh, is_explicit, to_auto
@@ -166,7 +166,7 @@ class Recorder:
         values.update(zip(names, zip([*constants, *inputs], given), strict=True))
 
         def read(atom: Any) -> tuple[Any, int | None]:
-            if isinstance(atom, core.Literal):
+            if isinstance(atom, Literal):
                 return atom.val, -_kind_of(atom.val) or None
             return values[atom]
 
@@ -400,7 +400,7 @@ def _on_auto() -> Any:
 
 def _axes_of(eqn: Any) -> Any:
     """A context with the axes on which an equation was traced, if some are Explicit."""
-    mesh = eqn.ctx.cur_abstract_mesh
+    mesh = mesh_of(eqn)
     if not (is_explicit(mesh) or is_explicit(jax.sharding.get_abstract_mesh())):
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
@@ -420,6 +420,5 @@ def _frame(eqn: Any) -> Frame | None:
 
     Inside of a function under `jax.jit`, JAX keeps no frames of its callers.
     """
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
+    frames = frames_of(eqn)
     return user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)

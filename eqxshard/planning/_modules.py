@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.backend import get_compile_options
-from jax.interpreters.mlir import ir, make_ir_context
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._jax import get_compile_options, ir, make_ir_context
 from ..compiled._causes import Causes
 from ..compiled._hlo import Module, parse_module
 from ..compiled._lowered import LoweredStep, find_main

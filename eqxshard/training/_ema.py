@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from .._errors import UsageError
+from .._jax import Tracer
 from ..transforms._dtypes import at_least_float32
 from ._donation import check_state_not_donated
 from ._state import TrainState

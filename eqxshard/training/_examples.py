@@ -7,11 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import dce_jaxpr
 from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard

@@ -14,11 +14,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from .._jax import jaxpr_as_fun
 from ..sharding._explicit import (
     computing_on_auto,
     constrain_to,
@@ -186,7 +186,7 @@ def gather_in_loops(
         outputs = _Loops().evaluate(jaxpr, inputs, dict(enumerate(arrays)))
     except Exception as error:
         warn_once(f"{type(error).__name__}: {error}")
-        outputs = core.jaxpr_as_fun(jaxpr)(*arrays)
+        outputs = jaxpr_as_fun(jaxpr)(*arrays)
     found = jax.tree.unflatten(jax.tree.structure(out), outputs)
     return eqx.combine(found, others[-1])
 

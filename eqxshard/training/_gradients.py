@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import jaxpr_as_fun
 from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
@@ -226,7 +226,7 @@ def accumulate_gradients(
     def body(carry: Any, index: Int[Array, ""]) -> tuple[Any, None]:
         total, model_state = carry
         args = microbatch(index), model_state, jax.random.fold_in(key, index)
-        flat = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
+        flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
         grads, (sums, model_state) = jax.tree.unflatten(structure, flat)
         return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
 

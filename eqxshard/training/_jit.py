@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import UsageError
+from .._jax import Tracer
 from ..sharding._explicit import (
     auto_mesh,
     computing_on_auto,

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Int
 
 from ..._errors import UsageError
+from ..._jax import dce_jaxpr, jaxpr_as_fun
 from ...distributed import allgather_json
 from ._error_if import Checked, has_checks, raising
 from ._interpreter import Apply, Rule
@@ -163,7 +162,7 @@ def _take_apart(eqn: Any, position: int) -> _Check:
         failed,
     )
     callback = raises.params["callback"].callback_func
-    return _Check(core.jaxpr_as_fun(held), core.jaxpr_as_fun(message), callback)
+    return _Check(jaxpr_as_fun(held), jaxpr_as_fun(message), callback)
 
 
 def without_unused(jaxpr: Any) -> Any:

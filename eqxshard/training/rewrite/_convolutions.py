@@ -26,9 +26,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jaxtyping import Array
 
+from ..._jax import Literal
 from ...compiled._findings import REWRITTEN
 from ._interpreter import Apply
 
@@ -253,11 +253,11 @@ def _pool(x: Array, *, window: Sequence[int]) -> Array:
 def _is_pool_gradient(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
     """Whether a sum over windows is of the padded gradient of a pool."""
     (padded,), params = eqn.invars, eqn.params
-    pad = None if isinstance(padded, core.Literal) else made_by.get(padded)
+    pad = None if isinstance(padded, Literal) else made_by.get(padded)
     if pad is None or pad.primitive.name != "pad":
         return False
     zero, ones = pad.invars[1], (*params["window_strides"], *params["base_dilation"])
-    if not isinstance(zero, core.Literal) or zero.val != 0:
+    if not isinstance(zero, Literal) or zero.val != 0:
         return False
     alone = all(
         # Of all positions of a window, one has an entry, but for those after the last.

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..._jax import mesh_of
 from ...compiled._findings import REWRITTEN
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._mesh import batch_axes
@@ -88,7 +89,7 @@ def guard_partitioner(mesh: Mesh, convolve: _Convolve) -> Rule:
             guard = _GUARDS.get(eqn.primitive.name)
             if guard is None:
                 continue
-            inside = eqn.ctx.cur_abstract_mesh
+            inside = mesh_of(eqn)
             per_device = bool(inside.manual_axes)
             place = _Place(auto_mesh(inside), convolve) if per_device else outermost
             fn = guard(eqn, place) if place.sizes else None
@@ -105,7 +106,7 @@ def _apply(eqn: Any, place: _Place, fn: Callable[..., Array], inputs: list[Any])
         with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
             out = fn(*to_auto(inputs))
         aval = eqn.outvars[0].aval
-        if is_explicit(eqn.ctx.cur_abstract_mesh):
+        if is_explicit(mesh_of(eqn)):
             # Types of Explicit axes are left in programs that have per-device code on them.
             out = jax.sharding.reshard(out, aval.sharding.spec)
         return [varying_like(out, aval)]

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jaxtyping import Array, Int
 
+from ..._jax import Literal, bind
 from ._error_if import Checked, first_failed, has_checks
 from ._jaxprs import (
-    bind,
     bind_at,
     consts_of,
     has_shardings,
@@ -118,10 +117,10 @@ class Interpreter:
         known = {inside.invars[i]: array for i, array in (arrays or {}).items()}
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
+            return atom.val if isinstance(atom, Literal) else values[atom]
 
         def read_array(atom: Any) -> Any:
-            if isinstance(atom, core.Literal):
+            if isinstance(atom, Literal):
                 return atom.val
             if atom not in known:
                 known[atom] = self._plain(values[atom])

@@ -6,9 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jaxtyping import Array
 
+from ..._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    at_line_of,
+    bind,
+    context_of,
+    jaxpr_as_fun,
+    scope_of,
+    varies_along,
+)
 from ...compiled._findings import REWRITTEN
 
 
@@ -36,19 +46,23 @@ def run_equations(
     kept = [x for x in made if uses is None or uses.get(x, -1) > last]
     parts = {"invars": [*given], "outvars": kept, "eqns": [*eqns]}
     jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
-    return dict(zip(kept, core.jaxpr_as_fun(jaxpr)(*map(read, given)), strict=True))
+    return dict(zip(kept, jaxpr_as_fun(jaxpr)(*map(read, given)), strict=True))
+
+
+def evaluate_equation(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of an equation, computed at the user's line."""
+    given = {
+        x: value
+        for x, value in zip(eqn.invars, inputs, strict=True)
+        if not isinstance(x, Literal)
+    }
+    return [*run_equations([eqn], given.__getitem__).values()]
 
 
 def last_uses(jaxpr: Any) -> dict[Any, int]:
     """By variable of an open jaxpr, the position of the last equation that reads it."""
     uses = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in variables(eqn.invars)}
     return uses | dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
-
-
-def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The outputs of an equation with other parameters."""
-    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**params}))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def bind_at(eqn: Any, fn: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
@@ -59,14 +73,14 @@ def bind_at(eqn: Any, fn: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
     def rewritten(*leaves: Any) -> Any:
         return fn(jax.tree.unflatten(structure, leaves))
 
-    with eqn.ctx.manager:
+    with context_of(eqn).manager:
         jaxpr, out = jax.make_jaxpr(rewritten, return_shape=True)(*leaves)
     given = dict(zip(open_jaxpr(jaxpr).invars, leaves, strict=True))
     given |= zip(open_jaxpr(jaxpr).constvars, consts_of(jaxpr), strict=True)
-    eqns = [x.replace(source_info=eqn.source_info) for x in open_jaxpr(jaxpr).eqns]
+    eqns = [at_line_of(eqn, x) for x in open_jaxpr(jaxpr).eqns]
     made = run_equations(eqns, given.__getitem__)
     outputs = [
-        x.val if isinstance(x, core.Literal) else made.get(x, given.get(x))
+        x.val if isinstance(x, Literal) else made.get(x, given.get(x))
         for x in open_jaxpr(jaxpr).outvars
     ]
     return jax.tree.unflatten(jax.tree.structure(out), outputs)
@@ -111,25 +125,25 @@ def _empty() -> Any:
 
 def is_jaxpr(part: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr."""
-    return isinstance(part, core.ClosedJaxpr | core.Jaxpr)
+    return isinstance(part, ClosedJaxpr | Jaxpr)
 
 
 def map_jaxpr(rewrite: Callable[[Any], Any], part: Any) -> Any:
     """Apply a function of open jaxprs to one that may be closed."""
     # In this order: JAX 0.11 has one type for both.
-    if isinstance(part, core.Jaxpr):
+    if isinstance(part, Jaxpr):
         return rewrite(part)
     return part.replace(jaxpr=rewrite(part.jaxpr))
 
 
 def open_jaxpr(part: Any) -> Any:
     """A jaxpr without its constants."""
-    return part if isinstance(part, core.Jaxpr) else part.jaxpr
+    return part if isinstance(part, Jaxpr) else part.jaxpr
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The variables among the inputs or results of an equation; the others are literals."""
-    return [x for x in atoms if not isinstance(x, core.Literal)]
+    return [x for x in atoms if not isinstance(x, Literal)]
 
 
 def jaxprs_in(part: Any) -> Iterator[Any]:
@@ -148,7 +162,7 @@ def all_jaxprs(jaxpr: Any, scope: str = "") -> Iterator[tuple[Any, str]]:
     yield jaxpr, scope
     for eqn in open_jaxpr(jaxpr).eqns:
         for part in jaxprs_in(eqn.params):
-            yield from all_jaxprs(part, f"{scope}/{eqn.source_info.name_stack}")
+            yield from all_jaxprs(part, f"{scope}/{scope_of(eqn)}")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -203,12 +217,8 @@ def has_shardings(eqn: Any) -> bool:
 
 def varying_like(x: Array, aval: Any) -> Array:
     """In code for each device, an array that varies along the axes that a type does."""
-    axes = _varies_along(aval) - _varies_along(jax.typeof(x))
+    axes = varies_along(aval) - varies_along(jax.typeof(x))
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-
-def _varies_along(aval: Any) -> frozenset[str]:
-    return aval.manual_axis_type.varying
 
 
 def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:

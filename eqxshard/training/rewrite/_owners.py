@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ..._jax import Literal
 from ...sharding._explicit import constrain_to
 from ...sharding._leaves import leaf_path, stacked_depth
 from ...sharding._spec import axes_of, spec_axes
@@ -139,7 +139,7 @@ def _own(
         values |= run_equations([eqn], collections.ChainMap(used, values).__getitem__)
         if is_whole:
             whole.update((x, values[x]) for x in eqn.outvars if x in values)
-    return [x.val if isinstance(x, core.Literal) else values[x] for x in inside.outvars]
+    return [x.val if isinstance(x, Literal) else values[x] for x in inside.outvars]
 
 
 def _needs_matrices(eqn: Any) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from ..._jax import Literal, bind
 from ...compiled._findings import REWRITTEN
 from ...sharding._placement import compute_sharding
 from ._interpreter import Apply
-from ._jaxprs import bind, jaxprs_in, open_jaxpr
+from ._jaxprs import jaxprs_in, open_jaxpr
 
 _GRADIENT = "eqxshard_gradient"
 #: Operations that a gradient of a table may go through after the scatter.
@@ -90,7 +90,7 @@ def _made_by(jaxpr: Any) -> dict[Any, Any]:
 
 def _maker(x: Any, made_by: dict[Any, Any]) -> Any:
     """The equation that makes an array, if there is one."""
-    return None if isinstance(x, core.Literal) else made_by.get(x)
+    return None if isinstance(x, Literal) else made_by.get(x)
 
 
 def _is_constraint(eqn: Any) -> bool:

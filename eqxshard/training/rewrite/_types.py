@@ -10,10 +10,9 @@ import functools as ft
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..._jax import Literal, ShapedArray, context_of, gensym, mesh_of, with_context
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._spec import axes_of
 from ._jaxprs import equations, map_jaxpr, map_jaxprs_in
@@ -28,7 +27,7 @@ def erase_types(jaxpr: Any) -> Any:
     it was.
     """
     eqns = [*equations(jaxpr)]
-    typed = [eqn for eqn in eqns if is_explicit(eqn.ctx.cur_abstract_mesh)]
+    typed = [eqn for eqn in eqns if is_explicit(mesh_of(eqn))]
     if not typed or any(eqn.primitive.name == "shard_map" for eqn in typed):
         return jaxpr
     # Such as what was computed while tracing, on the mesh that `jax.set_mesh` was given.
@@ -40,7 +39,7 @@ class _Eraser:
     """The variables of a program, and those that they become."""
 
     def __init__(self):
-        self._new: Any = core.gensym()
+        self._new: Any = gensym()
         self._names: dict[Any, Any] = {}
 
     def erase(self, jaxpr: Any) -> Any:
@@ -68,9 +67,8 @@ class _Eraser:
             (constraint,) = _constraint(sharding, invars[0].aval)
             return constraint.replace(invars=invars, outvars=outvars)
         params = {name: self._parameter(each) for name, each in eqn.params.items()}
-        return eqn.replace(
-            invars=invars, outvars=outvars, params=params, ctx=_without_types(eqn.ctx)
-        )
+        new = eqn.replace(invars=invars, outvars=outvars, params=params)
+        return with_context(new, _without_types(context_of(eqn)))
 
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, NamedSharding) and is_explicit(value.mesh):
@@ -88,9 +86,7 @@ class _Eraser:
 
     def _atoms(self, atoms: Any) -> list[Any]:
         return [
-            core.Literal(x.val, _untyped(x.aval))
-            if isinstance(x, core.Literal)
-            else self._names[x]
+            Literal(x.val, _untyped(x.aval)) if isinstance(x, Literal) else self._names[x]
             for x in atoms
         ]
 
@@ -132,4 +128,4 @@ def _without_types(context: Any) -> Any:
         jax.sharding.use_abstract_mesh(_NO_MESH),
     ):
         (eqn,) = jax.make_jaxpr(jax.lax.neg)(1.0).eqns
-    return eqn.ctx
+    return context_of(eqn)

@@ -1,0 +1,64 @@
+"""What JAX does not promise to keep from one version to the next, all in this file.
+
+These are names of `jax.extend`, `jax.interpreters` and `jax.core`, and attributes of
+equations and of the types of arrays. Everything else uses documented names alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray as ShapedArray
+from jax.core import Tracer as Tracer
+from jax.extend.backend import get_compile_options as get_compile_options
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Var as Var
+from jax.extend.core import gensym as gensym
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.interpreters.mlir import ir as ir
+from jax.interpreters.mlir import make_ir_context as make_ir_context
+from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+
+
+def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The outputs of an equation, with inputs and parameters of one's own."""
+    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**params}))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def context_of(eqn: Any) -> Any:
+    """The settings that an equation was traced under, with a context `manager` of them."""
+    return eqn.ctx
+
+
+def mesh_of(eqn: Any) -> jax.sharding.AbstractMesh:
+    """The mesh in the context of an equation."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def with_context(eqn: Any, context: Any) -> Any:
+    """An equation in another context."""
+    return eqn.replace(ctx=context)
+
+
+def at_line_of(eqn: Any, new: Any) -> Any:
+    """An equation at the user's line that another one is from."""
+    return new.replace(source_info=eqn.source_info)
+
+
+def scope_of(eqn: Any) -> str:
+    """The names of the transforms and scopes around an equation."""
+    return str(eqn.source_info.name_stack)
+
+
+def frames_of(eqn: Any) -> Sequence[Any]:
+    """The frames that an equation was traced in, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
+
+
+def varies_along(aval: Any) -> frozenset[str]:
+    """The axes along which an array of a type varies, in code for each device."""
+    return aval.manual_axis_type.varying
