@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -170,17 +171,30 @@ def assert_close(tree, other, rtol=2e-5, atol=2e-6):
 
 @contextlib.contextmanager
 def compiled_by_jit(monkeypatch):
-    """Collects what is compiled of functions that are jitted and called meanwhile."""
+    """Collects the programs of functions that are jitted meanwhile, for each call."""
     compiled, real_jit = [], jax.jit
 
     def jit(fn, **options):
         jitted = real_jit(fn, **options)
 
-        def call(*args):
-            compiled.append(jitted.lower(*args).compile())
-            return compiled[-1](*args)
+        def lower(*args):
+            lowered = jitted.lower(*args)
 
-        call.trace = jitted.trace  # pyright: ignore[reportFunctionMemberAccess]
+            def compile():
+                program = lowered.compile()
+
+                def run(*args):
+                    compiled.append(program)
+                    return program(*args)
+
+                return run
+
+            return SimpleNamespace(compile=compile)
+
+        def call(*args):
+            return lower(*args).compile()(*args)
+
+        call.trace, call.lower = jitted.trace, lower  # pyright: ignore
         return call
 
     with monkeypatch.context() as patch:

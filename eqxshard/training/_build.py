@@ -1,32 +1,40 @@
-"""Make the arrays of traced functions, each by a small program of its own.
+"""Make the arrays of traced functions, by programs of a few arrays each.
 
-XLA takes more than twice as long for one program of twice as many arrays. So small values,
-above all keys, are computed at once, and each array that is left gets a program with
-those values as arguments. Equal layers have equal programs, which are compiled once.
+XLA takes more than twice as long for one program of twice as many arrays, and equal layers
+can share programs. So small values, above all keys, are computed first, on one device. The
+other equations fall into parts that need nothing of one another, mostly one for each array.
+A program makes one or more parts of each layer from those values; all layers call it.
+`_programs.py`, next door, compiles and knows which parts are the same.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from ..sharding._explicit import auto_mesh, auto_sharding, with_types
-from ..sharding._leaves import is_inexact, is_key
+from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ._jit import cpu_options
-from .rewrite._jaxprs import all_jaxprs, map_jaxpr, open_jaxpr
+from ._programs import Identities, Part, Programs, as_key, sharding_of, to_host
+from .rewrite._jaxprs import open_jaxpr, variables
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
 #: computed; what is rounded stays with the computation that needs it, unless it is tiny.
 _SMALL, _TINY = 2**16, 2**10
-#: How many programs may run at a time: each needs memory, and simulated devices block.
-_IN_FLIGHT = 8
+#: The most parts of a program, and the most elements that its equations make, on all
+#: devices together. A part that makes more is a program of its own.
+_PARTS, _ELEMENTS = 16, 2**24
+#: How many constant arrays a program makes, about: they compile fast.
+_CONSTANTS = 64
+#: How many programs are compiled at a time.
+_COMPILERS = 8
 #: At its default level, LLVM takes up to four times as long to compile code no faster.
 _LEVEL = {"xla_backend_optimization_level": 1}
 
@@ -57,16 +65,16 @@ class ArrayBuilder:
         """
         jaxpr = open_jaxpr(fn)
         names: dict[Any, Any] = {}
-        variables, given = (*jaxpr.constvars, *jaxpr.invars), (*fn.consts, *inputs)
-        for variable, value in zip(variables, given, strict=True):
-            if not isinstance(value, core.Var | core.Literal):
+        takes, given = (*jaxpr.constvars, *jaxpr.invars), (*fn.consts, *inputs)
+        for variable, value in zip(takes, given, strict=True):
+            if isinstance(value, core.Var | core.Literal):
+                names[variable] = value
+            else:
                 names[variable] = self._new_variable(variable.aval)
                 self._known[names[variable]] = value
-            else:
-                names[variable] = value
 
         def read(atoms: Sequence[Any]) -> list[Any]:
-            return [names[x] if _is_variable(x) else x for x in atoms]
+            return [x if isinstance(x, core.Literal) else names[x] for x in atoms]
 
         for eqn in jaxpr.eqns:
             if _makes_several(eqn):
@@ -92,67 +100,42 @@ class ArrayBuilder:
 
         The arrays. None shares memory with another, or with what was given.
         """
+        outputs = [*map(self._as_variable, outputs)]
         places = [auto_sharding(sharding) for sharding in shardings]
         mesh: Any = places[0].mesh
-        equations = _needed(self._equations, outputs)
-        # Not on the mesh, where each small computation would be one of all processes.
-        with jax.default_device(next(iter(mesh.local_devices or ()), None)):
-            values = {v: _off_mesh(x, mesh) for v, x in self._known.items()}
-            equations = _compute_small(equations, values, {*filter(_is_variable, outputs)})
-        pairs = list(zip(outputs, places, strict=True))
-        wanted: dict[Any, NamedSharding] = {}
-        for output, sharding in pairs:
-            if _is_variable(output) and output not in values:
-                wanted.setdefault(output, sharding)
-        programs = _Programs(mesh)
-        constants: list[Any] = []
-        for group in _groups(equations):
-            if any(v in values for eqn in group for v in _variables(eqn)):
-                programs.run(group, values, wanted)
-            else:
-                constants += group
-        # Such as the moments of an optimizer, which compile in no time.
-        programs.run(constants, values, wanted)
-        arrays = []
-        for output, sharding in pairs:
-            if _is_variable(output) and wanted.pop(output, None) is not None:
-                arrays.append(values[output])
-            else:
-                arrays.append(programs.copy(_read(output, values), sharding))
-        return [with_types(x, each) for x, each in zip(arrays, shardings, strict=True)]
+        values = {v: _off_mesh(x, mesh) for v, x in self._known.items()}
+        # One output may be wanted in several places, and is copied to the later ones.
+        firsts: dict[Any, NamedSharding] = {}
+        for output, place in zip(outputs, places, strict=True):
+            firsts.setdefault(output, place)
+        # Programs have devices of their own, not those of a caller's `jax.set_mesh`.
+        with jax.set_mesh(None), ThreadPoolExecutor(_COMPILERS) as compilers:
+            evaluator = _Evaluator(mesh, values, compilers)
+            made = evaluator.make(_needed(self._equations, outputs), firsts)
+            arrays = []
+            for output, place, sharding in zip(outputs, places, shardings, strict=True):
+                array = made.pop(output, None)
+                if array is None:
+                    array = evaluator.copy(output, place)
+                arrays.append(with_types(array, sharding))
+        return arrays
 
-
-def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, core.Literal)
-
-
-def _variables(eqn: Any) -> list[Any]:
-    """The variables that an equation reads."""
-    return [atom for atom in eqn.invars if _is_variable(atom)]
-
-
-def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
-    if _is_variable(atom):
-        return values[atom]
-    return _as_numpy(np.asarray(atom.val, atom.aval.dtype), atom.aval.weak_type)
-
-
-def _as_numpy(value: Any, weak_type: bool) -> Any:
-    # A number of Python's is of a weak type, which a counter may rely on.
-    value = np.asarray(value)
-    return jnp.asarray(value.item()) if weak_type and not value.ndim else value
+    def _as_variable(self, atom: Any) -> Any:
+        if not isinstance(atom, core.Literal):
+            return atom
+        aval: Any = atom.aval
+        variable = self._new_variable(aval)
+        self._known[variable] = np.asarray(atom.val, aval.dtype)
+        return variable
 
 
 def _off_mesh(value: Any, mesh: Mesh) -> Any:
-    """A value that may be computed with on any device, unless it is large and on a mesh."""
+    """A value on the host, unless it is on the mesh and large."""
     sharding: Any = getattr(value, "sharding", None)
     on_mesh = isinstance(sharding, NamedSharding) and auto_mesh(sharding.mesh) == mesh
     if on_mesh and (value.size > _SMALL or not value.is_fully_addressable):
         return with_types(value, auto_sharding(sharding))
-    if is_key(value):
-        data = np.asarray(jax.random.key_data(value))
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=value.dtype)
-    return _as_numpy(value, getattr(value, "weak_type", False))
+    return to_host(value)
 
 
 def _makes_several(eqn: Any) -> bool:
@@ -165,122 +148,203 @@ def _makes_several(eqn: Any) -> bool:
 
 def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The equations that outputs depend on, or that do something, such as to print."""
-    needed = {*filter(_is_variable, outputs)}
+    needed = {*outputs}
     kept = []
     for eqn in reversed(equations):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(_variables(eqn))
+            needed.update(variables(eqn.invars))
             kept.append(eqn)
     return kept[::-1]
 
 
-def _compute_small(
-    equations: Sequence[Any], values: dict[Any, Any], outputs: set[Any]
-) -> list[Any]:
-    """Add what can be computed of small values alone; return the other equations."""
+class _Evaluator:
+    """Evaluates equations, some on one device and the others on a mesh."""
+
+    def __init__(self, mesh: Mesh, values: dict[Any, Any], compilers: Executor):
+        """Evaluate nothing yet.
+
+        **Arguments:**
+
+        - `mesh`: where large values are made.
+        - `values`: those that are known, on the mesh or as `to_host` returns them.
+        - `compilers`: threads to compile in.
+        """
+        self._values = values
+        self._identities = Identities()
+        options = cpu_options(**_LEVEL) if is_on_cpus(mesh) else None
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._large = Programs(replicated, options, compilers)
+        # Not on the mesh, where each small computation would be one of all processes.
+        device: Any = [*mesh.local_devices, *jax.local_devices()][0]
+        self._small = Programs(SingleDeviceSharding(device), options, compilers)
+
+    def make(
+        self, equations: Sequence[Any], places: Mapping[Any, NamedSharding]
+    ) -> dict[Any, Array]:
+        """Evaluate equations.
+
+        **Arguments:**
+
+        - `equations`: each after those that it needs.
+        - `places`: where the outputs go, by variable.
+
+        **Returns:**
+
+        The outputs on the mesh. Those that are small or known are left to `copy`.
+        """
+        small, large = _split(equations, self._values, places)
+        steps = [(eqn, None if _takes(eqn) else self._part([eqn])) for eqn in small]
+        calls = _calls([self._part(group, places) for group in _groups(large)])
+        # All are compiled at once, and the first run meanwhile.
+        for _, part in steps:
+            if part is not None:
+                self._small.compile([part], [None] * len(part.inputs), None)
+        for parts in calls:
+            given = [
+                sharding_of(self._values.get(v)) for part in parts for v in part.inputs
+            ]
+            wanted = [places[v] for part in parts for v in part.outputs]
+            self._large.compile(parts, given, wanted)
+        for eqn, part in steps:
+            self._compute(eqn, part)
+        made: dict[Any, Array] = {}
+        for parts in calls:
+            inputs = [self._values[v] for part in parts for v in part.inputs]
+            outputs = [v for part in parts for v in part.outputs]
+            arrays = self._large.run(parts, inputs, [places[v] for v in outputs])
+            made.update(zip(outputs, arrays, strict=True))
+        self._values.update(made)
+        return made
+
+    def _part(
+        self, equations: Sequence[Any], outputs: Container[Any] | None = None
+    ) -> Part:
+        """Equations as a part that makes some outputs, or all."""
+        made = dict.fromkeys(v for eqn in equations for v in eqn.outvars)
+        read = dict.fromkeys(v for eqn in equations for v in variables(eqn.invars))
+        inputs = [v for v in read if v not in made]
+        wanted = [v for v in made if outputs is None or v in outputs]
+        return self._identities.part(equations, inputs, wanted)
+
+    def _compute(self, eqn: Any, part: Part | None) -> None:
+        """Add the small values that an equation makes."""
+        if part is None:
+            made = [_take(eqn, self._values[eqn.invars[0]])]
+        else:
+            made = self._small.compute(part, [self._values[v] for v in part.inputs])
+        self._values.update(zip(eqn.outvars, made, strict=True))
+
+    def copy(self, variable: Any, place: NamedSharding) -> Array:
+        """A copy of a value, in its place on the mesh."""
+        value = self._values[variable]
+        if isinstance(value, np.ndarray):
+            # From several processes, jit takes only what each device needs all of.
+            parts = NamedSharding(place.mesh, place.spec)
+            value = jax.make_array_from_callback(value.shape, parts, value.__getitem__)
+            value = as_key(value, variable.aval)
+        part = self._identities.part([], [variable], [variable])
+        return self._large.run([part], [value], [place])[0]
+
+
+def _split(
+    equations: Sequence[Any], values: Mapping[Any, Any], outputs: Container[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The equations that compute small values of small values, and the others."""
+    at_hand = {
+        v for v in values if sharding_of(values[v]) is None and v.aval.size <= _SMALL
+    }
 
     def is_small(variable: Any) -> bool:
         if not is_inexact(jax.ShapeDtypeStruct((), variable.aval.dtype)):
             return variable.aval.size <= _SMALL
         return variable.aval.size <= _TINY and variable not in outputs
 
-    left = []
+    small, large = [], []
     for eqn in equations:
-        at_hand = all(v in values and v.aval.size <= _SMALL for v in _variables(eqn))
-        if at_hand and all(map(is_small, eqn.outvars)):
-            inputs = [_read(atom, values) for atom in eqn.invars]
-            values.update(zip(eqn.outvars, _compute(eqn, inputs), strict=True))
+        if at_hand.issuperset(variables(eqn.invars)) and all(map(is_small, eqn.outvars)):
+            at_hand.update(eqn.outvars)
+            small.append(eqn)
         else:
-            left.append(eqn)
-    return left
+            large.append(eqn)
+    return small, large
 
 
-def _compute(eqn: Any, inputs: list[Any]) -> list[Any]:
-    if eqn.primitive.name == "slice" and {*(eqn.params["strides"] or (1,))} == {1}:
-        # Compiled for all slices of one size, such as the keys of layers.
-        starts = [*map(np.int32, eqn.params["start_indices"])]
-        return [jax.lax.dynamic_slice(inputs[0], starts, eqn.outvars[0].aval.shape)]
-    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+def _takes(eqn: Any) -> bool:
+    """Whether an equation takes a part of a value, such as the key of a layer.
+
+    Each layer takes another part, which would be another program.
+    """
+    return eqn.primitive.name in ("slice", "squeeze") and bool(variables(eqn.invars))
+
+
+def _take(eqn: Any, value: np.ndarray) -> np.ndarray:
+    """The result of such an equation, of a value on the host."""
+    # The data of keys have a dim more, the last, which stays whole.
+    if eqn.primitive.name == "squeeze":
+        return value.squeeze(eqn.params["dimensions"])
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or [None] * len(starts)
+    return value[tuple(map(slice, starts, limits, strides))]
 
 
 def _groups(equations: Sequence[Any]) -> list[list[Any]]:
-    """The equations of each program: those that depend on one another."""
+    """The equations of each part: those that depend on one another."""
     producers = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
     groups = [[i] for i in range(len(equations))]
     for i, eqn in enumerate(equations):
-        for j in (producers[v] for v in _variables(eqn) if v in producers):
+        for j in (producers[v] for v in variables(eqn.invars) if v in producers):
             if groups[i] is not groups[j]:
                 smaller, group = sorted((groups[i], groups[j]), key=len)
                 group += smaller
                 for k in smaller:
                     groups[k] = group
-    unique = {id(group): sorted(group) for group in groups}
-    return [[equations[i] for i in group] for group in unique.values()]
+    unique = [sorted(group) for i, group in enumerate(groups) if min(group) == i]
+    return [[equations[i] for i in group] for group in unique]
 
 
-class _Programs:
-    """Compiled programs on a mesh, each for all arrays that are made alike."""
+def _calls(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts of each call of a program; many calls are of the same program.
 
-    def __init__(self, mesh: Mesh):
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._options = cpu_options(**_LEVEL) if is_on_cpus(mesh) else None
-        self._jitted: dict[Any, Any] = {}
-        self._running: deque[Any] = deque()
-        self._empty = jax.make_jaxpr(lambda: ())()
+    Which parts share a program does not depend on the mesh, so neither do the values.
+    """
+    alike: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        alike[part.identity].append(part)
+    constants = [kind for kind in alike.values() if not kind[0].inputs]
+    calls = _constant_calls(constants)
+    # In equal layers, there are equally many of each kind.
+    by_count: dict[int, list[list[Part]]] = defaultdict(list)
+    for kind in alike.values():
+        if kind[0].inputs:
+            by_count[len(kind)].append(kind)
+    for kinds in by_count.values():
+        for batch in _batches(kinds):
+            calls += map(list, zip(*batch, strict=True))
+    return calls
 
-    def run(
-        self,
-        equations: Sequence[Any],
-        values: dict[Any, Any],
-        wanted: Mapping[Any, NamedSharding],
-    ) -> None:
-        """Add what is wanted of some equations to `values`."""
-        made = dict.fromkeys(v for eqn in equations for v in eqn.outvars)
-        read = dict.fromkeys(v for eqn in equations for v in _variables(eqn))
-        invars = [v for v in read if v not in made]
-        outvars = [v for v in made if v in wanted]
-        parts = {"invars": invars, "outvars": outvars, "eqns": [*equations]}
-        jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), self._empty)
-        # Whatever its variables are called; its text does not show constants.
-        inside = (
-            each for part, _ in all_jaxprs(jaxpr) for each in getattr(part, "consts", ())
-        )
-        what = (str(jaxpr), *map(id, inside))
-        inputs, shardings = [values[v] for v in invars], [wanted[v] for v in outvars]
-        arrays = self._call(what, core.jaxpr_as_fun(jaxpr), inputs, shardings)
-        values.update(zip(outvars, arrays, strict=True))
 
-    def copy(self, value: Any, sharding: NamedSharding) -> Array:
-        """A copy of an array, in its place on the mesh."""
-        if isinstance(value, np.ndarray):
-            # From several processes, jit takes only what each device needs all of.
-            place = NamedSharding(sharding.mesh, sharding.spec)
-            value = jax.make_array_from_callback(value.shape, place, value.__getitem__)
-        return self._call("copy", lambda x: [x], [value], [sharding])[0]
+def _constant_calls(kinds: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Calls of one program that makes several of each kind, and of one for the rest."""
+    count = max(1, sum(map(len, kinds)) // _CONSTANTS)
+    calls: list[list[Part]] = [[] for _ in range(count)]
+    rest: list[Part] = []
+    for kind in kinds:
+        each = len(kind) // count
+        for i, call in enumerate(calls):
+            call += kind[i * each : (i + 1) * each]
+        rest += kind[count * each :]
+    return [call for call in (*calls, rest) if call]
 
-    def _call(
-        self, what: Any, fn: Any, inputs: Sequence[Any], shardings: Sequence[NamedSharding]
-    ) -> list[Array]:
-        places = [getattr(x, "sharding", None) for x in inputs]
-        places = tuple(
-            x if isinstance(x, NamedSharding) else self._replicated for x in places
-        )
-        key = (what, places, tuple(shardings))
-        if key not in self._jitted:
 
-            def make_arrays(*given: Any) -> list[Array]:
-                # What is returned must not be what was given.
-                return [jnp.copy(x) for x in fn(*given)]
-
-            self._jitted[key] = jax.jit(
-                make_arrays,
-                in_shardings=places,
-                out_shardings=list(shardings),
-                compiler_options=self._options,
-            )
-        arrays = self._jitted[key](*inputs)
-        self._running.append(arrays)
-        if len(self._running) > _IN_FLIGHT:
-            jax.block_until_ready(self._running.popleft())
-        return arrays
+def _batches(kinds: Sequence[Sequence[Part]]) -> list[list[Sequence[Part]]]:
+    """The kinds of parts of each program, within the limits."""
+    batches: list[list[Sequence[Part]]] = []
+    left = -1
+    for kind in kinds:
+        size = sum(v.aval.size for eqn in kind[0].jaxpr.eqns for v in eqn.outvars)
+        if size > left or len(batches[-1]) == _PARTS:
+            batches.append([])
+            left = _ELEMENTS
+        batches[-1].append(kind)
+        left -= size
+    return batches

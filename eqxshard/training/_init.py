@@ -49,6 +49,9 @@ from ._state import (
 from .rewrite._jaxprs import map_jaxpr, open_jaxpr
 from .rewrite._types import erase_types
 
+#: Marks an array among leaves.
+_HERE = object()
+
 
 def init_state(
     make_model: Callable[[Any], PyTree],
@@ -68,8 +71,7 @@ def init_state(
     most 65,536 elements, as keys mostly are), and JAX's usual initialisers draw in
     parts. (Some cannot, and are whole for a moment: QR in `orthogonal`,
     `jax.random.permutation`, keys of `rbg`.) The values drawn do not depend on the mesh;
-    only sums over split arrays may round differently. Arrays that are made alike, as those
-    of equal layers are, share one compiled program.
+    only sums over split arrays may round differently. Equal layers share compiled programs.
 
     **Arguments:**
 
@@ -277,16 +279,13 @@ def _trace(
     # A key may have a type of its own, on the axes of `jax.set_mesh`.
     like: Any = jax.ShapeDtypeStruct(key.shape, key.dtype)
     with user_axes(mesh):
-        model_jaxpr, *made = eqx.filter_make_jaxpr(make)(like)
-    model_jaxpr = _without_params(model_jaxpr, made[0][1])
-    made = [each[0] for each in made]
+        model_jaxpr, (made, params) = _trace_arrays(make, like)
+    model_jaxpr = _without_params(model_jaxpr, params)
     if is_explicit(mesh):
         # Or what is drawn would be whole, as its type says, until it is split.
         model_jaxpr = erase_types(model_jaxpr)
-        made[0] = jax.tree.map(_untyped, made[0])
     with computing_on_auto(mesh):
-        state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), like)
-    state, params = eqx.combine(*made)
+        state_jaxpr, (state, params) = _trace_arrays(make_state, made, like)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = iter(layout.flat(state))
@@ -301,6 +300,37 @@ def _trace(
     return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
 
 
+def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """As `equinox.filter_make_jaxpr`, in fewer passes over PyTrees.
+
+    **Arguments:**
+
+    - `fn`: a function of PyTrees.
+    - `args`: those, with a `jax.ShapeDtypeStruct` for each array.
+
+    **Returns:**
+
+    From the arrays of the arguments to those of the result; and the result, with a
+    `jax.ShapeDtypeStruct` for each array.
+    """
+    given, structure = jax.tree.flatten(args)
+    out: dict[str, Any] = {}
+
+    def flat(*arrays: Array) -> list[Array]:
+        left = iter(arrays)
+        leaves = [next(left) if is_array(leaf) else leaf for leaf in given]
+        made, out["structure"] = jax.tree.flatten(
+            fn(*jax.tree.unflatten(structure, leaves))
+        )
+        out["leaves"] = [_HERE if eqx.is_array(leaf) else leaf for leaf in made]
+        return [leaf for leaf in made if eqx.is_array(leaf)]
+
+    jaxpr = jax.make_jaxpr(flat)(*filter(is_array, given))
+    avals = iter(jaxpr.out_avals)
+    leaves = [_shape(next(avals)) if leaf is _HERE else leaf for leaf in out["leaves"]]
+    return jaxpr, jax.tree.unflatten(out["structure"], leaves)
+
+
 def _without_params(jaxpr: core.ClosedJaxpr, params: PyTree) -> core.ClosedJaxpr:
     """A jaxpr without its last outputs, `params`, none of which may be another one."""
     inside: Any = open_jaxpr(jaxpr)
@@ -310,8 +340,9 @@ def _without_params(jaxpr: core.ClosedJaxpr, params: PyTree) -> core.ClosedJaxpr
     return map_jaxpr(lambda part: part.replace(outvars=outvars), jaxpr)
 
 
-def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array, but not how its type says that it is split."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:

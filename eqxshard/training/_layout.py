@@ -15,7 +15,6 @@ from ..sharding._mesh import batch_axes, used_axes
 from ..sharding._optimizer_state import decide_opt_state
 from ..sharding._placement import (
     as_shardings,
-    assign_shardings,
     broadcast_prefix,
     decide_leaves,
     filter_shard,
@@ -75,8 +74,13 @@ def make_layout(
     - `params`: the trained part of the model, `None` in the place of everything else.
     - `mesh`, `rule`: as for [`eqxshard.init_state`][].
     """
+    stored = decide_leaves(named_leaves(model), mesh, rule)
     updates = optimizer_rule(rule)
-    decisions = decide_leaves(named_leaves(params), mesh, updates)
+    if updates is rule:
+        known = dict(zip(_array_paths(model), stored, strict=True))
+        decisions = [known[path] for path in _array_paths(params)]
+    else:
+        decisions = decide_leaves(named_leaves(params), mesh, updates)
     state_leaves = decide_opt_state(opt_state, params, decisions, mesh, updates)
 
     def in_memory(leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
@@ -86,12 +90,17 @@ def make_layout(
 
     on_device = as_shardings(opt_state, mesh, (each.decision for each in state_leaves))
     return StateLayout(
-        model=assign_shardings(model, mesh, rule),
+        model=as_shardings(model, mesh, stored),
         update=as_shardings(params, mesh, decisions),
         opt_state=jax.tree.map(in_memory, opt_state, on_device),
         replicated=NamedSharding(mesh, PartitionSpec()),
         rule=rule,
     )
+
+
+def _array_paths(tree: PyTree) -> list[Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [path for path, leaf in leaves if is_array(leaf)]
 
 
 def is_offloaded(leaf: Any, rule: Rule) -> bool:

@@ -115,30 +115,64 @@ def test_values_are_those_of_one_program_on_every_mesh(make):
 def programs_of(make, monkeypatch):
     with compiled_by_jit(monkeypatch) as compiled:
         init(make)
-    return {program.as_text() for program in compiled}
+    return {*compiled}
 
 
 def test_more_layers_compile_no_more_programs(monkeypatch):
-    """Not even of a jitted function."""
+    """Not even of a jitted function, or of layers each of which is traced anew."""
+
+    def layer(key):
+        return jax.lax.map(lambda key: normal(key, (64, 8)), jax.random.split(key))
 
     def model(depth):
-        return lambda key: make_mlp(64, 64, 64, depth, key=key)
+        def make(key):
+            keys = jax.random.split(key, depth)
+            return make_mlp(64, 64, 64, depth, key=key), [*map(layer, keys)]
+
+        return make
 
     few, many = (programs_of(model(depth), monkeypatch) for depth in (3, 12))
     assert len(few) == len(many) < 20
 
 
-def test_what_differs_in_a_constant_is_not_shared():
+@jax.custom_jvp
+def tripled(x):
+    return x * 3
+
+
+tripled.defjvp(lambda x, dx: (tripled(*x), dx[0] * 3))
+
+
+def test_what_differs_in_anything_is_not_shared():
+    """In a number, a constant, a parameter, or in those of a function inside."""
+    numbers = [1.0, 2.0, 0.0, -0.0]
+    rows = [np.full((64, 64), value, np.float32) for value in (3.0, 4.0)]
+    different: list = [lambda x, by=by: x * by for by in numbers + rows]
+    different += [lambda x, axis=axis: jnp.flip(x, axis) for axis in (0, 1)]
+    different += [doubled, tripled, jax.nn.relu, jax.nn.relu6]
+
     def make(key):
-        one = normal(key, (64, 64))
-        arrays = [np.full((64, 64), value, np.float32) for value in (3.0, 4.0)]
-        factors = [1.0, 2.0, 0.0, -0.0, *arrays]
-        return [one, *[jax.jit(lambda x, by=by: x * by)(one) for by in factors]]
+        """From draws that are the same, but each from its own equations."""
+        draws = [normal(key, (64, 64)) for _ in range(2 * len(different))]
+        inside = [jax.lax.map(jax.jit(fn), draws.pop()[None])[0] for fn in different]
+        return [*[fn(draws.pop()) for fn in different], *inside]
 
     expected, found = make(KEY), init(make).model
-    for ours, theirs in zip(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, 1e-5)
         np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs))
+
+
+def test_what_differs_in_a_context_is_not_shared():
+    def make(key):
+        with jax.threefry_partitionable(False):
+            others = [normal(key, (64, 64)), *jax.random.split(key)]
+        return [normal(key, (64, 64)), *jax.random.split(key), *others]
+
+    for ours, theirs in zip(init(make).model, make(KEY), strict=True):
+        if jnp.issubdtype(theirs.dtype, jax.dtypes.prng_key):
+            ours, theirs = map(jax.random.key_data, (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
 
 
 def test_what_make_model_prints_and_checks_is_done_once(capfd):
