@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.mlir import ir
 from jax.sharding import PartitionSpec
 
 from .._errors import UsageError
+from .._jax import ir
 from ..sharding._spec import axes_of
 
 #: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.

@@ -7,11 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import Tracer
 from ._dims import logical_dims
 from ._explicit import constrain_to
 from ._leaves import array_leaves, check_dtypes, is_array, leaf_path

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
+from .._jax import Literal, Var, gensym
 from ..sharding._explicit import auto_mesh, auto_sharding, with_types
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
@@ -48,7 +48,7 @@ class ArrayBuilder:
     def __init__(self):
         self._equations: list[Any] = []
         self._known: dict[Any, Any] = {}
-        self._new_variable: Any = core.gensym()
+        self._new_variable: Any = gensym()
 
     def call(self, fn: Any, inputs: Sequence[Any]) -> list[Any]:
         """Add the equations of a traced function.
@@ -67,14 +67,14 @@ class ArrayBuilder:
         names: dict[Any, Any] = {}
         takes, given = (*jaxpr.constvars, *jaxpr.invars), (*fn.consts, *inputs)
         for variable, value in zip(takes, given, strict=True):
-            if isinstance(value, core.Var | core.Literal):
+            if isinstance(value, Var | Literal):
                 names[variable] = value
             else:
                 names[variable] = self._new_variable(variable.aval)
                 self._known[names[variable]] = value
 
         def read(atoms: Sequence[Any]) -> list[Any]:
-            return [x if isinstance(x, core.Literal) else names[x] for x in atoms]
+            return [x if isinstance(x, Literal) else names[x] for x in atoms]
 
         for eqn in jaxpr.eqns:
             if _makes_several(eqn):
@@ -121,7 +121,7 @@ class ArrayBuilder:
         return arrays
 
     def _as_variable(self, atom: Any) -> Any:
-        if not isinstance(atom, core.Literal):
+        if not isinstance(atom, Literal):
             return atom
         aval: Any = atom.aval
         variable = self._new_variable(aval)

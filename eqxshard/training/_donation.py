@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError
+from .._jax import Tracer
 from ..sharding._leaves import is_key
 
 _TYPE, _DTYPE = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype")

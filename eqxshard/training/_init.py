@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import ClosedJaxpr
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._explicit import (
     computing_on_auto,
@@ -223,8 +223,8 @@ class _Traced(NamedTuple):
     """
 
     like: TrainState
-    make_model: core.ClosedJaxpr
-    make_state: core.ClosedJaxpr
+    make_model: ClosedJaxpr
+    make_state: ClosedJaxpr
 
 
 def _trace(
@@ -300,7 +300,7 @@ def _trace(
     return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
 
 
-def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
+def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     """As `equinox.filter_make_jaxpr`, in fewer passes over PyTrees.
 
     **Arguments:**
@@ -331,7 +331,7 @@ def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr,
     return jaxpr, jax.tree.unflatten(out["structure"], leaves)
 
 
-def _without_params(jaxpr: core.ClosedJaxpr, params: PyTree) -> core.ClosedJaxpr:
+def _without_params(jaxpr: ClosedJaxpr, params: PyTree) -> ClosedJaxpr:
     """A jaxpr without its last outputs, `params`, none of which may be another one."""
     inside: Any = open_jaxpr(jaxpr)
     count = len(inside.outvars) - len(jax.tree.leaves(params))

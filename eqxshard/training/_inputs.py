@@ -14,11 +14,11 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import Tracer
 from ..distributed import allgather_json, spans_processes
 from ..sharding._leaves import GRAPHS, check_dtypes, check_integers, is_key, leaf_path
 from ..sharding._mesh import (

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._jax import Literal, scope_of
 from ..compiled._causes import plain_dims, user_frame
 from ..compiled._findings import REWRITTEN, Finding
 from ..compiled._hlo import Frame, parse_module
@@ -180,7 +180,7 @@ def lint_jaxpr(parts: _Parts, compute: Any) -> Iterator[Finding]:
     calls = dict[str, Any]()
     for eqn, scope in _equations(parts, _CALLBACKS):
         # A check by error_if calls the host only if it fails, in a rewrite of ours.
-        if REWRITTEN not in f"{scope}/{eqn.source_info.name_stack}":
+        if REWRITTEN not in f"{scope}/{scope_of(eqn)}":
             calls.setdefault(eqn.primitive.name, eqn)
     for name, function in _CALLBACKS.items():
         if name in calls:
@@ -248,7 +248,7 @@ def _wide_products(parts: _Parts, compute: Any) -> Iterator[Finding]:
     products = [
         eqn
         for eqn, scope in _equations(parts, ["dot_general"])
-        if "jvp(" in f"{scope}/{eqn.source_info.name_stack}"
+        if "jvp(" in f"{scope}/{scope_of(eqn)}"
     ]
     # One that asks for the highest precision is meant to be wide.
     meant = (jax.lax.Precision.HIGHEST,) * 2
@@ -310,7 +310,7 @@ def _looked_at(jaxpr: Any, sums: dict[Any, set[_Shape]], scope: str) -> Iterator
     arrays is for clipping by the global norm, or the like.
     """
     for eqn in jaxpr.eqns:
-        here = f"{scope}/{eqn.source_info.name_stack}"
+        here = f"{scope}/{scope_of(eqn)}"
         parts = [*map(open_jaxpr, jaxprs_in(eqn.params))]
         for part in parts:
             # Before those of a part, an equation may have a condition, or those of another.
@@ -333,4 +333,4 @@ def _looked_at(jaxpr: Any, sums: dict[Any, set[_Shape]], scope: str) -> Iterator
 
 
 def _read(sums: dict[Any, set[_Shape]], atom: Any) -> set[_Shape]:
-    return set() if isinstance(atom, core.Literal) else sums.get(atom, set())
+    return set() if isinstance(atom, Literal) else sums.get(atom, set())

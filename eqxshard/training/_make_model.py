@@ -5,10 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
+from .._jax import Literal
 from ..sharding._leaves import array_leaves
 from ._donation import any_donated
 from ._state import state_indices, without_state
@@ -127,7 +127,7 @@ def origins(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Any:
-        return object() if isinstance(atom, core.Literal) else known.setdefault(atom, atom)
+        return object() if isinstance(atom, Literal) else known.setdefault(atom, atom)
 
     for eqn in jaxpr.eqns:
         name, outputs = eqn.primitive.name, [object() for _ in eqn.outvars]

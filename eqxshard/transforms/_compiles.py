@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._errors import UsageError
+from .._jax import Tracer
 from ..distributed import is_main_process
 from ..sharding._leaves import format_array, is_array, leaf_path
 from ..sharding._spec import format_spec

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError
+from .._jax import Tracer
 from ..sharding._leaves import array_leaves
 from ..sharding._placement import filter_shard
 from ._compiles import CompileLog, function_name
