@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,22 +82,30 @@ class Operation:
     """A collective in a compiled module.
 
     - `kind`: such as `all-gather`.
+    - `module`: the module.
     - `shapes`: of its results on each device.
-    - `times`: how often one call of the module runs it; `None` if the text does not say.
     - `start`: the instruction that has its operands.
     - `result`: the one that has its result; the same unless it is asynchronous.
     - `groups`: the devices that take part together, one group in each row; `None` if the
         text does not say.
-    - `in_loop`: whether it is in the body of a loop.
     """
 
     kind: str
+    module: Module
     shapes: tuple[Shape, ...]
-    times: int | None
     start: Instruction
     result: Instruction
     groups: np.ndarray | None
-    in_loop: bool
+
+    @property
+    def times(self) -> int | None:
+        """How often one call of the module runs it; `None` if the text does not say."""
+        return self.module.runs(self.result.computation)[0]
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it is in the body of a loop."""
+        return self.module.runs(self.result.computation)[1]
 
     @property
     def bytes(self) -> int:
@@ -134,35 +142,34 @@ class Operation:
         )
 
 
-def find_collectives(module: Module, devices: int = 1) -> Iterator[Operation]:
+def find_collectives(
+    module: Module, devices: int = 1, kinds: Sequence[str] = KINDS
+) -> Iterator[Operation]:
     """The collectives of a compiled module.
 
     **Arguments:**
 
     - `module`: the module.
     - `devices`: the number of devices that it is compiled for.
+    - `kinds`: the opcodes of those that are wanted.
     """
-    for instruction in module.instructions():
-        # Of an asynchronous pair, the `-done` half counts, whose type is the result's.
+    # Of an asynchronous pair, the `-done` half counts, whose type is the result's.
+    for instruction in module.of_opcodes(*kinds, *(f"{kind}-done" for kind in kinds)):
         kind = instruction.opcode.removesuffix("-done")
-        if kind not in KINDS:
-            continue
         start = instruction
         if kind != instruction.opcode and instruction.operands:
-            key = instruction.computation, instruction.operands[0]
-            start = module.by_name.get(key, instruction)
+            named = module.by_name(instruction.computation)
+            start = named.get(instruction.operands[0], instruction)
         groups = _GROUPS.search(start.attributes)
         if fusion := _scatter(module, instruction):
             kind, start, instruction = "reduce-scatter", fusion, fusion
-        times, in_loop = module.runs(instruction.computation)
         yield Operation(
             kind=kind,
+            module=module,
             shapes=instruction.shapes,
-            times=times,
             start=start,
             result=instruction,
             groups=None if groups is None else parse_groups(groups[2], devices),
-            in_loop=in_loop,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([^\s=]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 _CALLED = re.compile(
@@ -114,13 +114,18 @@ class Module:
     """A compiled module.
 
     - `entry`: the name of the computation that a call runs.
-    - `computations`: the instructions of each, in the order in which they run.
+    - `bodies`: the text of the instructions of each computation.
     - `text`: all of its text.
     """
 
     entry: str
-    computations: Mapping[str, tuple[Instruction, ...]]
+    bodies: Mapping[str, str]
     text: str
+
+    @functools.cached_property
+    def computations(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """The instructions of each computation, in the order in which they run."""
+        return _Computations(self.bodies)
 
     @functools.cached_property
     def frames(self) -> Mapping[int, tuple[Frame, int]]:
@@ -128,38 +133,65 @@ class Module:
         return _parse_frames(self.text)
 
     @functools.cached_property
-    def by_name(self) -> Mapping[tuple[str, str], Instruction]:
-        """Each instruction, by its computation and its name; parts of tuples as well."""
-        found = {(x.computation, x.name): x for x in self.instructions()}
-        for instruction in self.instructions():
-            here = instruction.computation
-            for name in instruction.operands:
-                if "#" in name and (here, name) not in found:
-                    found[here, name] = _tuple_part(name, here, found)
-        return found
+    def by_name(self) -> Callable[[str], Mapping[str, Instruction]]:
+        """The instructions of a computation by name; parts of tuples as well."""
+
+        @functools.cache
+        def by_name(computation: str) -> Mapping[str, Instruction]:
+            instructions = self.computations.get(computation, ())
+            found = {each.name: each for each in instructions}
+            for instruction in instructions:
+                if "#" in instruction.content:
+                    for name in instruction.operands:
+                        if "#" in name and name not in found:
+                            found[name] = _tuple_part(name, computation, found)
+            return found
+
+        return by_name
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """What an instruction takes, in order."""
-        names = [(instruction.computation, name) for name in instruction.operands]
-        return [self.by_name[name] for name in names if name in self.by_name]
+        known = self.by_name(instruction.computation)
+        return [known[name] for name in instruction.operands if name in known]
 
     def takers(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that take its result."""
-        return self.users.get((instruction.computation, instruction.name), [])
+        return self.users(instruction.computation).get(instruction.name, [])
 
     @functools.cached_property
-    def users(self) -> Mapping[tuple[str, str], list[Instruction]]:
-        """The instructions that take each one's result, by its computation and name."""
-        found: dict[tuple[str, str], list[Instruction]] = {}
-        for instruction in self.instructions():
-            for name in dict.fromkeys(instruction.operands):
-                found.setdefault((instruction.computation, name), []).append(instruction)
-        return found
+    def users(self) -> Callable[[str], Mapping[str, list[Instruction]]]:
+        """The instructions of a computation that take each one's result, by its name."""
+
+        @functools.cache
+        def users(computation: str) -> Mapping[str, list[Instruction]]:
+            found: dict[str, list[Instruction]] = {}
+            for instruction in self.computations.get(computation, ()):
+                for name in dict.fromkeys(instruction.operands):
+                    found.setdefault(name, []).append(instruction)
+            return found
+
+        return users
 
     def instructions(self) -> Iterator[Instruction]:
         """All instructions."""
         for instructions in self.computations.values():
             yield from instructions
+
+    def of_opcodes(self, *opcodes: str) -> Iterator[Instruction]:
+        """The instructions of some opcodes. Those of others are not parsed."""
+        found = self._written_with(*(f" {opcode}(" for opcode in opcodes))
+        return (each for each in found if each.opcode in opcodes)
+
+    def parameters(self) -> Iterator[Instruction]:
+        """The parameters of the module. Other instructions are not parsed."""
+        found = _parse(self.bodies.get(self.entry, ""), self.entry, " parameter(")
+        return (each for each in found if each.opcode == "parameter")
+
+    def _written_with(self, *texts: str) -> Iterator[Instruction]:
+        """The instructions whose text has one of these in it."""
+        for computation, body in self.bodies.items():
+            if any(text in body for text in texts):
+                yield from _parse(body, computation, *texts)
 
     @functools.cached_property
     def runs(self) -> Callable[[str], tuple[int | None, bool]]:
@@ -185,7 +217,7 @@ class Module:
     def callers(self) -> Mapping[str, tuple[Instruction, ...]]:
         """The instructions that call each computation."""
         found: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions():
+        for instruction in self._written_with("=%", "={%"):
             for _, name in instruction.called():
                 found.setdefault(name, []).append(instruction)
         return {name: tuple(callers) for name, callers in found.items()}
@@ -258,43 +290,75 @@ def _integer(instruction: Instruction | None) -> int | None:
     return int(instruction.content) if is_integer else None
 
 
+class _Computations(Mapping[str, tuple[Instruction, ...]]):
+    """The instructions of each computation, parsed when somebody asks for them."""
+
+    def __init__(self, bodies: Mapping[str, str]):
+        self._bodies = bodies
+        self._parsed: dict[str, tuple[Instruction, ...]] = {}
+
+    def __getitem__(self, name: str) -> tuple[Instruction, ...]:
+        if name not in self._parsed:
+            self._parsed[name] = tuple(_parse(self._bodies[name], name))
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bodies)
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+
 def parse_module(text: str) -> Module:
-    """Parse the text of a compiled module."""
-    entry, here = "", ""
-    computations: dict[str, list[Instruction]] = {}
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            here = header[2]
-            entry = here if header[1] else entry
-            computations[here] = []
-        elif here and (found := _INSTRUCTION.match(line)):
-            instruction = _parse_instruction(found[1], here, found[2])
-            if instruction is not None:
-                computations[here].append(instruction)
-    fixed = {name: tuple(content) for name, content in computations.items()}
-    return Module(entry, fixed, text)
+    """Split the text of a compiled module into computations.
+
+    Their instructions are parsed when they are needed: the text of a deep model has
+    megabytes, of which lint needs little.
+    """
+    bodies = dict[str, str]()
+    entry, here, body, end = "", "", 0, 0
+    # Only the first line of a computation ends so.
+    while end := text.find("{\n", end) + 1:
+        start = text.rfind("\n", 0, end) + 1
+        if head := _COMPUTATION.match(text[start:end]):
+            if here:
+                bodies[here] = text[body:start]
+            here, body = head[2], end
+            entry = here if head[1] else entry
+    if here:
+        bodies[here] = text[body:]
+    return Module(entry, bodies, text)
 
 
-def _parse_instruction(name: str, computation: str, rest: str) -> Instruction | None:
-    opcode = _OPCODE.search(rest)
-    if opcode is None:
-        return None
-    depth, end = 1, opcode.end()
-    for end in range(opcode.end(), len(rest)):
-        depth += {"(": 1, ")": -1}.get(rest[end], 0)
-        if depth == 0:
-            break
-    content = rest[opcode.end() : end]
-    type_ = rest[: opcode.start()]
-    return Instruction(name, computation, type_, opcode[1], content, rest[end + 1 :])
+def _parse(body: str, computation: str, *texts: str) -> Iterator[Instruction]:
+    """The instructions of a computation; those with some texts in theirs, if given."""
+    for line in body.splitlines():
+        if texts and not any(text in line for text in texts):
+            continue
+        named = _INSTRUCTION.match(line)
+        opcode = named and _OPCODE.search(line, named.end())
+        if not named or not opcode:
+            continue
+        start = opcode.end()
+        end = line.find(")", start)
+        while end >= 0 and line.count("(", start, end) > line.count(")", start, end):
+            end = line.find(")", end + 1)
+        yield Instruction(
+            name=named[1],
+            computation=computation,
+            type=line[named.end() : opcode.start()],
+            opcode=opcode[1],
+            content=line[start:end],
+            attributes=line[end + 1 :],
+        )
 
 
 def _tuple_part(
-    name: str, computation: str, known: Mapping[tuple[str, str], Instruction]
+    name: str, computation: str, known: Mapping[str, Instruction]
 ) -> Instruction:
     """The get-tuple-element that `x#1` stands for."""
     whole, _, number = name.partition("#")
-    maker = known.get((computation, whole))
+    maker = known.get(whole)
     shapes = maker.shapes[int(number) :] if maker else ()
     type_ = str(shapes[0]) if shapes else ""
     content, attributes = f"%{whole}", f", index={number}"

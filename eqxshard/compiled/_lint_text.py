@@ -86,12 +86,12 @@ class TextLint:
         self._batch_axes = {axis for axis in rows if self.sizes.get(axis, 1) > 1}
         paths = {each.name: each.path for each in self.arguments if each.in_model}
         self._causes = Causes(self.module, self.sizes, paths, {}, self.batch_axes)
-        self._is_training = any("jvp(" in x.op_name for x in self.module.instructions())
 
     def findings(self) -> Iterator[Finding]:
         """All of them, but for those of `all_layers`."""
-        for operation in self._gathers():
-            yield from self._global_batch(operation)
+        if self._batch_axes:
+            for operation in self._gathers():
+                yield from self._global_batch(operation)
         yield from self._donation()
 
     def all_layers(self) -> Iterator[Finding]:
@@ -105,11 +105,11 @@ class TextLint:
                 yield from self._all_layers(operation, by_path[path])
 
     def _gathers(self) -> Iterator[Operation]:
-        for operation in find_collectives(self.module, math.prod(self.sizes.values())):
+        devices = math.prod(self.sizes.values())
+        for operation in find_collectives(self.module, devices, ["all-gather"]):
             # In per-device code, the user gathers on purpose; and our rewrites do.
-            names = ("shard_map", REWRITTEN)
-            is_meant = any(name in operation.start.op_name for name in names)
-            if operation.kind == "all-gather" and not is_meant:
+            name = operation.start.op_name
+            if "shard_map" not in name and REWRITTEN not in name:
                 yield operation
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
@@ -153,7 +153,8 @@ class TextLint:
         The gradients of the backward pass, and an optimizer, depend on the batch, too.
         """
         name = self._op_name(operation.start)
-        is_forward = "jvp(" in name or not self._is_training
+        # In an eval step, nothing is differentiated.
+        is_forward = "jvp(" in name or "jvp(" not in self.module.text
         if "transpose(" in name or not is_forward:
             return False
         return any(
@@ -204,11 +205,9 @@ class TextLint:
         reused = {int(number) for number in _ALIAS.findall(head)}
         if not reused:  # This backend reuses nothing, or does not say so.
             return
-        for instruction in self.module.computations.get(self.module.entry, ()):
-            leaf = self._arguments.get(instruction.argument)
-            if instruction.opcode != "parameter" or leaf is None:
-                continue
-            if leaf.donated and int(instruction.content) not in reused:
+        for parameter in self.module.parameters():
+            leaf = self._arguments.get(parameter.argument)
+            if leaf and leaf.donated and int(parameter.content) not in reused:
                 yield Finding(
                     "donation",
                     leaf.path,

@@ -14,6 +14,7 @@ from ..compiled._hlo import Module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..compiled._lowered import LoweredStep, read_lowered
 from ..training._lint import lint_jaxpr, scanned_shapes
+from ..training.rewrite._jaxprs import all_jaxprs
 
 
 class LoweredFunction(NamedTuple):
@@ -31,7 +32,7 @@ class LoweredFunction(NamedTuple):
     @property
     def scanned(self) -> set[tuple[int, ...]]:
         """The shapes of the arrays of which loops take a part in each iteration."""
-        return set() if self.jaxpr is None else scanned_shapes(self.jaxpr)
+        return set() if self.jaxpr is None else scanned_shapes([*all_jaxprs(self.jaxpr)])
 
     def findings(self) -> Iterator[Finding]:
         """What lint finds in what was traced: nothing of a function lowered elsewhere."""
@@ -44,7 +45,8 @@ class LoweredFunction(NamedTuple):
         ]
         # Whoever gives it arrays of a wide type means to compute in it.
         yield from lint_jaxpr(
-            self.jaxpr, max(floats, key=lambda dtype: dtype.itemsize, default=None)
+            [*all_jaxprs(self.jaxpr)],
+            max(floats, key=lambda dtype: dtype.itemsize, default=None),
         )
 
 

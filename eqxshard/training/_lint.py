@@ -1,41 +1,51 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..compiled._causes import user_frame
-from ..compiled._findings import Finding
+from ..compiled._causes import plain_dims, user_frame
+from ..compiled._findings import REWRITTEN, Finding
 from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
 from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
-from ..sharding._rule import Rule, check_rule
+from ..sharding._rule import NamedLeaf, Rule, check_rule
+from ..sharding._text import first_few
 from ._device_batches import DeviceBatches
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
-from ._lint_update import lint_update
+from ._optimizer import UPDATE
+from ._per_layer import PER_LAYER, is_stacked
 from ._state import TrainState, split_model, without_state
-from .rewrite._jaxprs import all_jaxprs, equations, open_jaxpr
+from .rewrite._jaxprs import all_jaxprs, jaxprs_in, open_jaxpr
 
 if TYPE_CHECKING:
     from ._step import Call
 
 #: Constants of fewer bytes are none of ours.
 _LARGE = 10**6
+#: Operations on matrices, by JAX's names. Reductions have a parameter `axes`.
+_OF_MATRICES = ("dot_general", "svd", "qr", "geqrf", "eigh", "cholesky")
 _CALLBACKS = {
     "pure_callback": "jax.pure_callback",
     "io_callback": "jax.experimental.io_callback",
     "debug_callback": "jax.debug.callback",
     "debug_print": "jax.debug.print",
 }
+_Shape = tuple[int, ...]
+#: The arrays of a model, from `named_leaves`.
+_Leaves = list[tuple[str, NamedLeaf]]
+#: A jaxpr and those inside of it, from `all_jaxprs`.
+_Parts = Sequence[tuple[Any, str]]
 
 
 def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding]:
@@ -51,11 +61,12 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
     if call.state is not None:
         model, leaves = call.state.model, array_leaves(call.state)
         donated = [each.memory_kind != HOST_MEMORY for each in step.shardings]
-        yield from lint_model(model, step.mesh, step.rule)
-        yield from _lint_opt_state(call.state, step.mesh, step.rule)
+        named = named_leaves(model)
+        yield from lint_model(named, step.mesh, step.rule)
+        yield from _lint_opt_state(call.state, named, step.mesh, step.rule)
     else:
         model, _ = without_state(key.kept.static.combine(call.kept))
-        leaves = array_leaves(model, "model")
+        leaves, named = array_leaves(model, "model"), []
         donated = [False] * len(leaves)
     arguments = [
         Argument(
@@ -74,22 +85,22 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
         if compute is None:
             floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
             compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
-        yield from lint_jaxpr(program.jaxpr, compute)
+        parts = [*all_jaxprs(program.jaxpr)]
+        yield from lint_jaxpr(parts, compute)
         if call.state is not None:
-            yield from lint_update(call.state, program.jaxpr)
+            yield from _lint_update(call.state, named, program.jaxpr)
         text = TextLint(
             parse_module(program.text),
             dict(step.mesh.shape),
             arguments,
             _batch_entries(key.kind, batch),
-            scanned_shapes(program.jaxpr),
+            scanned_shapes(parts),
         )
         yield from dict.fromkeys(text.findings())
 
 
-def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
-    """The findings in how a rule splits a model: of kinds `whole` and `unmatched`."""
-    leaves = named_leaves(model)
+def lint_model(leaves: _Leaves, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
+    """The findings in how a rule splits the arrays of a model: `whole` and `unmatched`."""
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
         # The split of a vector saves too little to be missed.
         is_vector = sum(size > 1 for size in leaf.shape) < 2
@@ -109,16 +120,18 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
         yield Finding("unmatched", None, None, str(error))
 
 
-def _lint_opt_state(state: TrainState, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
-    """What of the optimizer's state is replicated, and larger than its parameter is."""
-    # What is frozen, too, for which there is nothing in the state.
+def _lint_opt_state(
+    state: TrainState, leaves: _Leaves, mesh: Mesh, rule: Rule
+) -> Iterator[Finding]:
+    """Arrays of the optimizer's state that are whole, and larger than their parameter."""
+    # And of the frozen arrays, for which there is nothing in the state.
     params, _ = split_model(state.model, True)
-    updates = optimizer_rule(rule)
-    decisions = decide_leaves(named_leaves(params), mesh, updates)
     parts = {
         path: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for path, leaf in array_leaves(params)
     }
+    updates = optimizer_rule(rule)
+    decisions = decide_leaves([x for x in leaves if x[0] in parts], mesh, updates)
     for each in decide_opt_state(state.opt_state, params, decisions, mesh, updates):
         size = each.leaf.dtype.itemsize * math.prod(each.leaf.shape)
         is_large = size > parts.get(each.param or "", _LARGE)
@@ -150,17 +163,25 @@ def _batch_entries(
     }
 
 
-def lint_jaxpr(jaxpr: Any, compute: Any) -> Iterator[Finding]:
+def lint_jaxpr(parts: _Parts, compute: Any) -> Iterator[Finding]:
     """The findings of kinds `constant`, `dtype` and `callback`, in a step as it was traced.
 
     The compiled text would not say: compilers for CPUs compute bfloat16 in float32, and
-    print no large constants. `compute` is the widest dtype to compute in, if there is one.
+    print no large constants.
+
+    **Arguments:**
+
+    - `parts`: from `all_jaxprs`.
+    - `compute`: the widest dtype to compute in, if there is one.
     """
-    yield from _constants(jaxpr)
+    yield from _constants(parts)
     if compute is not None:
-        yield from _wide_products(jaxpr, jnp.dtype(compute))
-    # The first of each.
-    calls = {eqn.primitive.name: eqn for eqn in reversed([*equations(jaxpr)])}
+        yield from _wide_products(parts, jnp.dtype(compute))
+    calls = dict[str, Any]()
+    for eqn, scope in _equations(parts, _CALLBACKS):
+        # A check by error_if calls the host only if it fails, in a rewrite of ours.
+        if REWRITTEN not in f"{scope}/{eqn.source_info.name_stack}":
+            calls.setdefault(eqn.primitive.name, eqn)
     for name, function in _CALLBACKS.items():
         if name in calls:
             yield Finding(
@@ -172,16 +193,23 @@ def lint_jaxpr(jaxpr: Any, compute: Any) -> Iterator[Finding]:
             )
 
 
-def scanned_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
+def scanned_shapes(parts: _Parts) -> set[_Shape]:
     """The shapes of the arrays of which loops take a part in each iteration."""
-    found = set()
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "scan":
-            inside = open_jaxpr(eqn.params["jaxpr"]).invars
-            pairs = [(x.aval, y.aval) for x, y in zip(eqn.invars, inside)]
-            # What a loop takes whole has the same shape inside of it.
-            found |= {whole.shape for whole, part in pairs if whole.shape != part.shape}
+    found = set[_Shape]()
+    for eqn, _ in _equations(parts, ["scan"]):
+        inside = open_jaxpr(eqn.params["jaxpr"]).invars
+        pairs = [(x.aval, y.aval) for x, y in zip(eqn.invars, inside)]
+        # What a loop takes whole has the same shape inside of it.
+        found |= {whole.shape for whole, part in pairs if whole.shape != part.shape}
     return found
+
+
+def _equations(parts: _Parts, names: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """The equations of some primitives, and the transforms around the jaxpr of each."""
+    for part, scope in parts:
+        for eqn in open_jaxpr(part).eqns:
+            if eqn.primitive.name in names:
+                yield eqn, scope
 
 
 def _line(eqn: Any) -> str | None:
@@ -192,9 +220,9 @@ def _line(eqn: Any) -> str | None:
     return found and found.place
 
 
-def _constants(jaxpr: Any) -> Iterator[Finding]:
+def _constants(parts: _Parts) -> Iterator[Finding]:
     """Arrays that the step was not given."""
-    for part, _ in all_jaxprs(jaxpr):
+    for part, _ in parts:
         names = open_jaxpr(part).constvars
         for name, value in zip(names, getattr(part, "consts", ())):
             if getattr(value, "nbytes", 0) < _LARGE:
@@ -210,7 +238,7 @@ def _constants(jaxpr: Any) -> Iterator[Finding]:
             )
 
 
-def _wide_products(jaxpr: Any, compute: Any) -> Iterator[Finding]:
+def _wide_products(parts: _Parts, compute: Any) -> Iterator[Finding]:
     """Matrix products in a wider type, if they are most of the loss and its gradient."""
 
     def is_wide(var: Any) -> bool:
@@ -219,10 +247,8 @@ def _wide_products(jaxpr: Any, compute: Any) -> Iterator[Finding]:
 
     products = [
         eqn
-        for part, scope in all_jaxprs(jaxpr)
-        for eqn in open_jaxpr(part).eqns
-        if eqn.primitive.name == "dot_general"
-        and "jvp(" in f"{scope}/{eqn.source_info.name_stack}"
+        for eqn, scope in _equations(parts, ["dot_general"])
+        if "jvp(" in f"{scope}/{eqn.source_info.name_stack}"
     ]
     # One that asks for the highest precision is meant to be wide.
     meant = (jax.lax.Precision.HIGHEST,) * 2
@@ -242,3 +268,69 @@ def _wide_products(jaxpr: Any, compute: Any) -> Iterator[Finding]:
             f"{compute.name}; the first is of {types}. An array of that type made its "
             "products wide: cast it with .astype(x.dtype), or leave jax_enable_x64 off.",
         )
+
+
+def _lint_update(state: TrainState, leaves: _Leaves, jaxpr: Any) -> Iterator[Finding]:
+    """Stacked layers of a model that the optimizer takes for one array."""
+    stacks = {path for path, leaf in leaves if is_stacked(leaf) and leaf.shape[0] > 1}
+    if not stacks:
+        return
+    made, trainable = state.made_with, True
+    if made is not None and made.fits(state.model):
+        trainable = made.trainable(state.model)
+    params, _ = split_model(state.model, trainable)
+    shapes = {path: tuple(leaf.shape) for path, leaf in array_leaves(params)}
+    others = {_dims(shape) for path, shape in shapes.items() if path not in stacks}
+    found = set[_Shape]()
+    # What looks at all parameters looks at the only one, too.
+    if len({*shapes.values()}) > 1:
+        found = {*map(_dims, _looked_at(open_jaxpr(jaxpr), {}, ""))} - others
+    paths = [path for path in shapes if path in stacks and _dims(shapes[path]) in found]
+    if paths:
+        yield Finding(
+            "per-layer",
+            paths[0],
+            None,
+            f"the optimizer takes the stacked layers of {first_few(paths)} for one array; "
+            f"write eqxshard.per_layer(optim, {paths[0].partition('.')[0]!r}), and outside "
+            "of it what looks at all parameters, as in "
+            "optax.chain(optax.clip_by_global_norm(1), per_layer(...)).",
+        )
+
+
+def _dims(shape: _Shape) -> _Shape:
+    """The dims of a matrix that may be transposed, or have dims of one."""
+    return tuple(plain_dims(shape))
+
+
+def _looked_at(jaxpr: Any, sums: dict[Any, set[_Shape]], scope: str) -> Iterator[_Shape]:
+    """The shapes of arrays that an update reads as matrices, or scales by a norm of theirs.
+
+    `sums` has the shapes of the arrays that a number was computed from. The norm of several
+    arrays is for clipping by the global norm, or the like.
+    """
+    for eqn in jaxpr.eqns:
+        here = f"{scope}/{eqn.source_info.name_stack}"
+        parts = [*map(open_jaxpr, jaxprs_in(eqn.params))]
+        for part in parts:
+            # Before those of a part, an equation may have a condition, or those of another.
+            given = zip(reversed(part.invars), reversed(eqn.invars))
+            inside = {x: _read(sums, y) for x, y in given}
+            yield from _looked_at(part, inside, here)
+            for out, result in zip(eqn.outvars, part.outvars):
+                sums[out] = _read(sums, out) | _read(inside, result)
+        if parts or UPDATE not in here or PER_LAYER in here:
+            continue
+        looks = eqn.primitive.name in _OF_MATRICES or "axes" in eqn.params
+        shapes = {x.aval.shape for x in eqn.invars if x.aval.size > 1} if looks else set()
+        numbers = set[_Shape]().union(*(_read(sums, x) for x in eqn.invars))
+        for out in eqn.outvars:
+            if out.aval.size == 1:
+                sums[out] = numbers | shapes
+            else:
+                yield from shapes
+                yield from numbers if numbers == {out.aval.shape} else ()
+
+
+def _read(sums: dict[Any, set[_Shape]], atom: Any) -> set[_Shape]:
+    return set() if isinstance(atom, core.Literal) else sums.get(atom, set())

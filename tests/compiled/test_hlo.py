@@ -85,7 +85,7 @@ def test_parts_of_tuples_that_are_written_with_a_number_sign():
         "}\n"
     )
     _, y = module.computations["main"]
-    part = module.by_name["main", y.operands[0]]
+    part = module.by_name("main")[y.operands[0]]
     assert (part.opcode, part.operands, part.attribute("index")) == (
         "get-tuple-element",
         ("x",),

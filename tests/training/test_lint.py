@@ -15,7 +15,9 @@ from lint_helpers import FSDP, KEY, MLP, OPTIM, found, lint, make_mesh, square_l
 
 import eqxshard
 from eqxshard.inspect import LintWarning
+from eqxshard.sharding._placement import named_leaves
 from eqxshard.training._lint import lint_jaxpr, lint_model
+from eqxshard.training.rewrite._jaxprs import all_jaxprs
 
 #: Every step of this model has a finding: no dim of its weights divides by 8.
 BATCH = {"x": np.ones((16, 9), np.float32)}
@@ -85,7 +87,7 @@ def test_a_step_that_lint_cannot_read_runs(monkeypatch):
 
 def check(rule, make_model: Any, **sizes: Any):
     model = eqx.filter_eval_shape(make_model, KEY)
-    return list(lint_model(model, make_mesh(**sizes), rule))
+    return list(lint_model(named_leaves(model), make_mesh(**sizes), rule))
 
 
 def odd(key):
@@ -121,7 +123,7 @@ BFLOAT16 = eqxshard.Precision()
 
 
 def trace(fn, *args):
-    return list(lint_jaxpr(jax.make_jaxpr(fn)(*args), None))
+    return list(lint_jaxpr([*all_jaxprs(jax.make_jaxpr(fn)(*args))], None))
 
 
 TABLE = np.ones((512, 512), np.float32)
@@ -210,9 +212,32 @@ def test_calls_of_the_host(name):
     assert "test_lint.py:" in str(finding)
 
 
-def test_checks_are_not_calls_of_the_host():
-    class Checked(MLP):
-        def __call__(self, x):
-            return super().__call__(eqx.error_if(x, x[0] < 0, "negative"))
+def in_the_model(model, batch, key):
+    check = lambda x: eqx.error_if(x, x[0] < 0, "negative")  # noqa: E731
+    return square_losses(model, {"x": jax.vmap(check)(batch["x"])}, key)
 
-    assert lint(Checked, fsdp=8) == ()
+
+def on_each_device(model, batch, key):
+    rows = P(("data", "fsdp"))
+    check = lambda x: eqx.error_if(x, x[:, 0] < 0, "negative")  # noqa: E731
+    spread = jax.shard_map(check, in_specs=rows, out_specs=rows, check_vma=False)
+    return square_losses(model, {"x": spread(batch["x"])}, key)
+
+
+def in_a_condition(model, batch, key):
+    goes_on = lambda c: eqx.error_if(c[0] < 3, jnp.any(c[1] < 0), "negative")  # noqa: E731
+    start = jnp.int32(0), batch["x"]
+    _, x = jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, c[1] * 2), start)
+    return square_losses(model, {"x": x}, key)
+
+
+@pytest.mark.parametrize("loss_fn", [in_the_model, on_each_device, in_a_condition])
+def test_checks_are_not_calls_of_the_host(loss_fn):
+    assert lint(loss_fn=loss_fn, fsdp=8) == ()
+
+    def with_call(model, batch, key):
+        x = jax.pure_callback(np.sin, batch["x"][0], batch["x"][0])
+        return loss_fn(model, batch, key) + x.sum()
+
+    finding = found(lint(loss_fn=with_call, fsdp=8), "callback", "jax.pure_callback")
+    assert "test_lint.py:" in str(finding)
