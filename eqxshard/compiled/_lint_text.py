@@ -5,7 +5,6 @@ does not say for sure.
 """
 
 import contextlib
-import itertools
 import math
 import re
 import warnings
@@ -14,9 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..sharding._mesh import batch_axes
-from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
-from ._causes import Causes, plain_dims
+from ._causes import Causes
 from ._communication import Operation, find_collectives
 from ._findings import REWRITTEN, Finding
 from ._hlo import Instruction, Module
@@ -35,7 +33,6 @@ class Argument(NamedTuple):
     - `path`, `shape`: of the whole array.
     - `donated`: whether its memory is to be reused.
     - `in_model`: whether it belongs to the model.
-    - `spec`: how it is split, for `all_layers`.
     """
 
     name: str
@@ -43,7 +40,6 @@ class Argument(NamedTuple):
     shape: tuple[int, ...]
     donated: bool
     in_model: bool
-    spec: Sequence[object] = ()
 
 
 @contextlib.contextmanager
@@ -85,29 +81,19 @@ class TextLint:
         rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
         self._batch_axes = {axis for axis in rows if self.sizes.get(axis, 1) > 1}
         paths = {each.name: each.path for each in self.arguments if each.in_model}
-        self._causes = Causes(self.module, self.sizes, paths, {}, self.batch_axes)
+        self.causes = Causes(self.module, self.sizes, paths, {}, self.batch_axes)
 
     def findings(self) -> Iterator[Finding]:
-        """All of them, but for those of `all_layers`."""
+        """The findings of kinds `global-batch` and `donation`."""
         if self._batch_axes:
-            for operation in self._gathers():
+            for operation in self.gathers():
                 yield from self._global_batch(operation)
         yield from self._donation()
 
-    def all_layers(self) -> Iterator[Finding]:
-        """Stacked layers that a loop takes one by one, gathered before it.
-
-        A step of ours gathers each layer in the loop that takes it.
-        """
-        by_path = {each.path: each for each in self.arguments}
-        for operation in self._gathers():
-            for path in self._causes.leaves(operation):
-                yield from self._all_layers(operation, by_path[path])
-
-    def _gathers(self) -> Iterator[Operation]:
+    def gathers(self) -> Iterator[Operation]:
+        """All-gathers that the user did not write, as in per-device code, nor a rewrite."""
         devices = math.prod(self.sizes.values())
         for operation in find_collectives(self.module, devices, ["all-gather"]):
-            # In per-device code, the user gathers on purpose; and our rewrites do.
             name = operation.start.op_name
             if "shard_map" not in name and REWRITTEN not in name:
                 yield operation
@@ -118,7 +104,7 @@ class TextLint:
         if not over:
             return
         entries, of_model = dict[str, tuple[int, ...]](), False
-        for name in self._causes.depends_on(operation):
+        for name in self.causes.depends_on(operation):
             if name in self.batch:
                 path, shape = self.batch[name]
                 entries[path] = shape
@@ -132,7 +118,7 @@ class TextLint:
         if of_model and entries:
             shapes = comma_list(operation.shapes)
             what = {None: f"{shapes}, computed from the whole batch,"}
-        uses = (self._causes.frame(operation, of_use=of_use) for of_use in (False, True))
+        uses = (self.causes.frame(operation, of_use=of_use) for of_use in (False, True))
         line = next((frame.place for frame in uses if frame), None)
         for leaf, name in what.items():
             yield Finding(
@@ -170,35 +156,6 @@ class TextLint:
                 break
             value = operands[0]
         return value.op_name
-
-    def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
-        gathered = operation.axes(self.sizes) or self.sizes.keys()
-        used = [
-            size // math.prod(self.sizes[x] for x in axes_of(entry) if x not in gathered)
-            for size, entry in itertools.zip_longest(leaf.shape, leaf.spec)
-        ]
-        # Stacked vectors cost little, and XLA may take them out of the loop.
-        if leaf.shape not in self.scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
-            return
-        # Compilers combine the gathers of several arrays, and join the dims of one.
-        is_joined = len(operation.shapes) == 1
-        if any(
-            plain_dims(shape.dims) == plain_dims(used)
-            or (is_joined and math.prod(shape.dims) == math.prod(used))
-            for shape in operation.shapes
-        ):
-            frame = self._causes.frame(operation, of_use=True)
-            yield Finding(
-                "all-layers",
-                leaf.path,
-                frame and frame.place,
-                f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
-                "at once. Use eqxshard.scan_layers instead of jax.lax.scan, on the model's "
-                "own arrays; the arrays of a layer in that layer alone; and a "
-                "rule that does not split the dim of layers. Where a library scans inside "
-                "of itself, split these arrays over an axis that does not split the batch, "
-                "such as tensor, or leave them as they are if they fit.",
-            )
 
     def _donation(self) -> Iterator[Finding]:
         head = self.module.text.partition("\n")[0]

@@ -15,6 +15,7 @@ from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..compiled._lowered import LoweredStep, read_lowered
 from ..training._lint import lint_jaxpr, scanned_shapes
 from ..training.rewrite._jaxprs import all_jaxprs
+from ._all_layers import lint_layers
 
 
 class LoweredFunction(NamedTuple):
@@ -150,7 +151,6 @@ def lint_lowered(
             name=each.name,
             path=each.name,
             shape=each.shape,
-            spec=tuple(each.spec or ()),
             donated=each.donated,
             in_model=jnp.issubdtype(jnp.dtype(each.dtype), jnp.inexact),
         )
@@ -159,4 +159,4 @@ def lint_lowered(
     ]
     with unread_is_warned("a function"):
         text = TextLint(module, step.sizes, arguments, batch, scanned, step.batch_axes)
-        yield from dict.fromkeys([*text.findings(), *text.all_layers()])
+        yield from dict.fromkeys([*text.findings(), *lint_layers(text, step.inputs)])
