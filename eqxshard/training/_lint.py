@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._jax import Literal, scope_of
+from .._jax import Literal, frames_of, scope_of
 from ..compiled._causes import plain_dims, user_frame
 from ..compiled._findings import REWRITTEN, Finding
 from ..compiled._hlo import Frame, parse_module
@@ -214,8 +214,7 @@ def _equations(parts: _Parts, names: Collection[str]) -> Iterator[tuple[Any, str
 
 def _line(eqn: Any) -> str | None:
     """The user's line that an equation comes from."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
+    frames = frames_of(eqn)
     found = user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
     return found and found.place
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from .._jax import Literal, jaxpr_as_fun
 from ..sharding._leaves import as_weak_as, is_key
 from .rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 
@@ -132,7 +132,7 @@ def _as_function(jaxprs: Sequence[Any], to_host: bool) -> Any:
         for jaxpr in jaxprs:
             # A number of Python's is of a weak type, which a counter may rely on.
             given = [as_weak_as(as_key(next(left), aval), aval) for aval in jaxpr.in_avals]
-            made += core.jaxpr_as_fun(jaxpr)(*given)
+            made += jaxpr_as_fun(jaxpr)(*given)
         return [finish(x) for x in made]
 
     return make_arrays
@@ -199,7 +199,7 @@ class Identities:
 
         def read(atoms: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(
-                (_bits(x.val), x.aval) if isinstance(x, core.Literal) else places[x]
+                (_bits(x.val), x.aval) if isinstance(x, Literal) else places[x]
                 for x in atoms
             )
 

@@ -123,9 +123,13 @@ def _empty() -> Any:
     return jax.make_jaxpr(lambda: ())()
 
 
+_JAXPRS = (ClosedJaxpr, Jaxpr)
+_MAY_HAVE_JAXPRS = (*_JAXPRS, dict, tuple, list)
+
+
 def is_jaxpr(part: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr."""
-    return isinstance(part, ClosedJaxpr | Jaxpr)
+    return isinstance(part, _JAXPRS)
 
 
 def map_jaxpr(rewrite: Callable[[Any], Any], part: Any) -> Any:
@@ -148,12 +152,12 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 def jaxprs_in(part: Any) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation, in containers of any kind."""
-    if is_jaxpr(part):
+    if isinstance(part, _JAXPRS):
         yield part
-    elif isinstance(part, dict):
-        yield from jaxprs_in([*part.values()])
-    elif isinstance(part, tuple | list):
-        for each in part:
+        return
+    for each in part.values() if isinstance(part, dict) else part:
+        # Most parameters are something else.
+        if isinstance(each, _MAY_HAVE_JAXPRS):
             yield from jaxprs_in(each)
 
 

@@ -31,7 +31,8 @@ def is_rewriting() -> bool:
     switch = os.environ.get("EQXSHARD_REWRITE", "on")
     if switch not in ("on", "off"):
         raise UsageError(f"EQXSHARD_REWRITE is {switch!r}; set it to 'on' or 'off'.")
-    return switch == "on"
+    is_jit_on = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return switch == "on" and is_jit_on
 
 
 def looks_for_nan() -> bool:
