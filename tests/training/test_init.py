@@ -44,6 +44,12 @@ def test_initial_values_do_not_depend_on_mesh_or_rule(mesh, rule):
     assert_equal(init(make_mesh(mesh), RULES[rule]), on_one_device())
 
 
+def test_the_mesh_of_a_caller_is_not_that_of_the_state():
+    with jax.set_mesh(make_mesh("data=8")):
+        state = init(make_mesh("data=1"), eqxshard.replicate())
+    assert_equal(state, on_one_device())
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
 def test_an_abstract_state_has_the_shapes_types_and_shardings(mesh):
     mesh, rule, optim = make_mesh(mesh), RULES["fsdp"], lenient(optax.adam(1e-3))
