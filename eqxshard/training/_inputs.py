@@ -64,17 +64,18 @@ def sharding_on_mesh(array: Any) -> NamedSharding | None:
 
 def check_devices(arrays: list[Any], mesh: Mesh, name: str) -> None:
     """Refuse arrays on other devices than those of a step's mesh."""
+    devices = [*mesh.devices.flat]
     for array in arrays:
         sharding = sharding_on_mesh(array)
         if sharding is not None:
             theirs: Any = sharding.mesh
-            where, devices = describe_mesh(theirs), [*theirs.devices.flat]
-        elif isinstance(array, jax.Array) and array.committed:
-            devices = [*array.devices()]
-            where = ", ".join(map(str, devices))
+            fits, where = [*theirs.devices.flat] == devices, describe_mesh(theirs)
+        elif isinstance(array, jax.Array) and not isinstance(array, Tracer):
+            fits = not array.committed or array.devices() == {*devices}
+            where = ", ".join(sorted(map(str, array.devices())))
         else:
             continue
-        if devices != [*mesh.devices.flat]:
+        if not fits:
             raise UsageError(
                 f"the {name} is on {where}, and the step on {describe_mesh(mesh)}; make "
                 "both with the same mesh, or place it with filter_shard."
@@ -320,9 +321,9 @@ def _check_host_arrays(batch: PyTree) -> None:
 
 
 def check_same(batch: PyTree, mesh: Mesh) -> None:
-    """Refuse a batch that is not on a mesh yet, and of which each process has another.
+    """Refuse a batch of which each process has other rows: each must have the whole.
 
-    Each must have the whole.
+    Arrays that are on a mesh have the rows of all processes.
     """
     if not spans_processes(mesh.devices.flat):
         return
@@ -331,7 +332,7 @@ def check_same(batch: PyTree, mesh: Mesh) -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
         if not isinstance(x, jax.Array) or not (x.committed or is_key(x))
     }
-    for theirs in allgather_json(ours):
+    for theirs in allgather_json(ours) if ours else []:
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
                 raise UsageError(

@@ -243,20 +243,20 @@ class StepMachine:
         """
         if call.state is not None and call.state._flat is None:
             call = _adopt(call)
-        if call.variant.is_new:
-            return self._run_first(call, batch)
-        key, program, state, arrays, kept = call
+        key, variant, state, arrays, kept = call
         try:
+            if variant.is_new:
+                return self._run_first(call, batch)
             # Negative weights, as far as they are on the host; a step takes others for nan.
             check_weights(batch)
-            place = program.batch_sharding
-            batch = placed(key.kind, batch, program.mesh, place, program.accumulate)
+            place = variant.batch_sharding
+            batch = placed(key.kind, batch, variant.mesh, place, variant.accumulate)
             if kept:
                 check_not_donated(kept, self._keeps)
             if state is not None:
                 arrays = donatable(state, arrays, kept, batch)
             self._in_flight.make_room()
-            arrays, metrics = call_jitted(program.jitted, arrays, kept, batch)
+            arrays, metrics = call_jitted(variant.jitted, arrays, kept, batch)
         except Exception as error:
             self._explain(error, call, batch)
             raise
@@ -269,48 +269,44 @@ class StepMachine:
 
         Most that need too much memory fail the first time, and say so here.
         """
-        key, program, _, arrays, kept = call
-        try:
-            check_state_not_donated(arrays)
-            check_not_donated(kept, self._keeps)
-            check_same(batch, program.mesh)
-            check_weights(fetch_weights(batch))
-            place = program.batch_sharding
-            batch = placed(key.kind, batch, program.mesh, place, program.accumulate)
-            if {*self._levels.values()} != {"off"}:
-                made, findings = self.inspect(call, batch)
-                self._measure(call, batch, made)
-                self._report(findings)
-            # Where these could not be made, the step is not to blame.
-            with explaining_state(arguments_of(call)):
-                jax.block_until_ready((arrays, kept))
-            program.is_new = False
-            state, metrics = self.run(call, batch)
-            jax.block_until_ready(metrics)
-        except Exception as error:
-            self._explain(error, call, batch)
-            raise
+        key, variant, _, arrays, kept = call
+        check_state_not_donated(arrays)
+        check_not_donated(kept, self._keeps)
+        check_same(batch, variant.mesh)
+        given, place = batch, variant.batch_sharding
+        batch = placed(key.kind, batch, variant.mesh, place, variant.accumulate)
+        check_weights(fetch_weights(given))
+        if {*self._levels.values()} != {"off"}:
+            program, findings = self.inspect(call, batch)
+            self._measure(call, batch, program)
+            self._report(findings)
+        # Where these could not be made, the step is not to blame.
+        with explaining_state(arguments_of(call)):
+            jax.block_until_ready((arrays, kept))
+        variant.is_new = False
+        state, metrics = self.run(call, batch)
+        jax.block_until_ready(metrics)
         return state, metrics
 
     def _explain(self, error: Exception, call: Call, batch: PyTree) -> None:
         """Say what is at fault where a call failed: the memory, or what it was given."""
-        key, program = call.key, call.variant
+        key, variant = call.key, call.variant
         if is_out_of_memory(error) and not says_what_it_needs(error):
-            memory = program.memory or self._measure(call, batch)
+            memory = variant.memory or self._measure(call, batch)
             error.add_note(memory.describe())
         # (To check these before each call would take as long as the rest of it. Errors of a
         # step that runs are of other types.)
         is_unclear = not isinstance(error, ON_PURPOSE)
         if isinstance(error, TypeError | ValueError) and is_unclear:
             if call.state is not None:
-                check_shardings(call.state, program.shardings)
-            check_devices(call.kept, program.mesh, self._keeps)
-            key.kind.check(batch, program.mesh, program.accumulate)
+                check_shardings(call.state, variant.shardings)
+            check_devices(call.kept, variant.mesh, self._keeps)
+            key.kind.check(batch, variant.mesh, variant.accumulate)
         shorten_traceback(error)
 
-    def _measure(self, call: Call, batch: PyTree, made: Program | None = None) -> Memory:
+    def _measure(self, call: Call, batch: PyTree, program: Program | None = None) -> Memory:
         """Find out what a program needs, and remember the largest."""
-        memory = Memory.of(self._named(call.key, batch), call, batch, made)
+        memory = Memory.of(self._named(call.key, batch), call, batch, program)
         call.variant.memory = memory
         if self._largest is None or (memory.peak or 0) > (self._largest.peak or 0):
             self._largest = memory
@@ -331,15 +327,15 @@ class StepMachine:
         # Only a first call needs it, and what reads compiled programs.
         from ._lint import lint_step
 
-        key, program, state, arrays, kept = call
+        key, variant, state, arrays, kept = call
         if state is not None:
-            arrays = [*map(_abstract, arrays, program.shardings)]
+            arrays = [*map(_abstract, arrays, variant.shardings)]
             call = call._replace(state=unflatten_state(arrays, key.static), arrays=arrays)
         # A call with arguments like them compiles nothing then: JAX keeps the executable.
-        shapes = key.kind.shapes(batch, program.mesh)
-        traced = program.jitted.trace(arrays, kept, shapes)
-        made = Program(traced.jaxpr, traced.lower().compile())
-        return made, [*lint_step(call, made, batch)]
+        shapes = key.kind.shapes(batch, variant.mesh)
+        traced = variant.jitted.trace(arrays, kept, shapes)
+        program = Program(traced.jaxpr, traced.lower().compile())
+        return program, [*lint_step(call, program, batch)]
 
     def _report(self, findings: list[Finding]) -> None:
         """Warn of findings, or raise `ValueError`; of each once."""

@@ -154,8 +154,9 @@ def filter_jit(
     **Arguments:**
 
     - `fn`: a pure function. Its arguments and results may be PyTrees of anything; leaves
-        that are not arrays must be hashable, and a new value compiles again. `fn` may
-        itself be a module or a bound method: its arrays are traced too.
+        that are not arrays must be hashable, and a new value compiles again (the 64
+        programs that were used last are kept). `fn` may itself be a module or a bound
+        method: its arrays are traced too.
     - `donate`: the arguments to donate, so that their memory is reused for the results
         and they are deleted: `"none"`, `"all"`, `"all-except-first"`, or one or more
         positions. Arrays that belong to `fn` itself are never donated.
