@@ -25,7 +25,14 @@ from ..training._config import StepConfig
 from ..training._donation import check_state_not_donated
 from ..training._examples import example_loss_weights, has_entry
 from ..training._gradients import compute_gradients
-from ..training._inputs import NOTHING, ONE_BATCH, Signature, placed
+from ..training._inputs import (
+    NOTHING,
+    ONE_BATCH,
+    Signature,
+    check_devices,
+    check_same,
+    placed,
+)
 from ..training._jit import call_jitted, jit_on
 from ..training._layout import StateLayout, fetch_offloaded, make_layout
 from ..training._optimizer import apply_update
@@ -143,9 +150,10 @@ def first_nonfinite(
     params, _ = split_model(state.model, config.trainable)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = layout.flat(state)
-    signature.check_on(mesh, "extra")
+    check_devices(kept, mesh, "extra")
     batch_sharding = ONE_BATCH.sharding(mesh)
-    batch = placed(ONE_BATCH, batch, mesh, batch_sharding, config.accumulate, is_new=True)
+    check_same(batch, mesh)
+    batch = placed(ONE_BATCH, batch, mesh, batch_sharding, config.accumulate)
     ignored = fetch_whole(example_loss_weights(batch)) == 0
     look = _Look(config, layout, static, signature)
     whole = NamedSharding(mesh, PartitionSpec())

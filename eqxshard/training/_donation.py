@@ -1,9 +1,8 @@
 """Arrays that steps donate, and copies of those that something else needs too."""
 
 import operator
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,6 +11,9 @@ from jaxtyping import Array, PyTree
 from .._errors import UsageError
 from .._jax import Tracer
 from ..sharding._leaves import is_key
+
+if TYPE_CHECKING:
+    from ._state import TrainState
 
 _TYPE, _DTYPE = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype")
 #: The dtype of the data of keys.
@@ -46,65 +48,52 @@ def check_not_donated(tree: PyTree, name: str) -> None:
         )
 
 
-def copy_taken(arrays: list[Any], taken: Sequence[Any]) -> list[Any]:
-    """Copy those of a state's arrays whose memory `taken` has too: it must not be donated.
+def donatable(
+    state: "TrainState", arrays: list[Any], kept: Sequence[Any], batch: PyTree
+) -> list[Any]:
+    """The arrays of a state that a step returned; copies of those that others have too.
 
-    Such as after `target = state.model`, until the next step has replaced the state's; or
-    after `jax.device_put` of that, which makes other arrays of the same memory.
+    **Arguments:**
+
+    - `state`, `arrays`: the state, and its arrays.
+    - `kept`, `batch`: what a step is given beside it. They are not donated.
+
+    **Raises:**
+
+    `ValueError` if the state was donated before.
     """
+    # Until somebody reads a state, nothing else has its arrays but for the first, the
+    # number of steps. They are donated together, so that the first one tells.
+    seen = arrays[:1] if state._values is None else arrays
+    if seen is arrays or arrays[0].is_deleted():
+        check_state_not_donated(seen)
+    others = jax.tree.leaves(batch)
+    if kept and not _was_beside(state, kept):
+        others += kept
     # Addresses are slow to read. Arrays of the same memory have the same type, but for keys
     # and their data.
-    kinds = {*map(_TYPE, arrays)}
-    try:
-        types = {*map(_DTYPE, arrays), *map(_DTYPE, taken)}
-        if kinds.isdisjoint(map(_TYPE, taken)) and _BITS not in types:
-            return arrays
-    except AttributeError:  # Other entries than arrays, which are refused later.
+    bits = _BITS in {*map(_DTYPE, seen), *map(_DTYPE, others)}
+    if not bits and {*map(_TYPE, seen)}.isdisjoint(map(_TYPE, others)):
         return arrays
-    kinds = {*map(_kind, arrays)} & {*map(_kind, taken)}
-
-    def addresses(array: Any) -> list[int]:
-        return _addresses(array) if _kind(array) in kinds else []
-
-    found = {address for x in taken for address in addresses(x)}
-    return [x if found.isdisjoint(addresses(x)) else copy_array(x) for x in arrays]
+    return copy_shared(seen, others) + arrays[len(seen) :]
 
 
-class Separate:
-    """Remembers arrays beside a state that have none of its memory.
+def _was_beside(state: "TrainState", arrays: Sequence[Any]) -> bool:
+    """Whether these arrays, and no others, were there before those of a state."""
+    given = [x for x in arrays if isinstance(x, jax.Array)]
+    known = [ref() for ref in state._beside]
+    return len(given) == len(known) and all(map(operator.is_, given, known))
 
-    Arrays that were there before a step have none of the memory that it returns.
+
+def copy_shared(arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
+    """Copy arrays that a step donates, and whose memory something else has.
+
+    That is one of the others, such as after `target = state.model`, or after
+    `jax.device_put` of that, which makes other arrays of the same memory; or an earlier one
+    of the list, such as after
+    `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
     """
-
-    def __init__(self):
-        self._others: list[Any] = []
-        #: A weak reference to the first array that the last step returned.
-        self._first: Any = None
-
-    def knows(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-        """True if these others were there when a step returned these arrays."""
-        if self._first is None or self._first() is not arrays[0]:
-            return False
-        known = [ref() for ref in self._others]
-        return [*map(id, known)] == [id(x) for x in others if isinstance(x, jax.Array)]
-
-    def returned(self, arrays: Sequence[Any], others: Sequence[Any]) -> None:
-        """Remember that a step has returned these arrays, with these others beside it."""
-        self._first = weakref.ref(arrays[0])
-        self._others = [weakref.ref(x) for x in others if isinstance(x, jax.Array)]
-
-
-def copy_array(array: Array) -> Array:
-    """A copy of an array, each shard where it is."""
-    return jax.device_put(array, array.sharding, may_alias=False)
-
-
-def copy_shared(arrays: list[Array]) -> list[Array]:
-    """Copy arrays whose memory another array of the list has, which donates it.
-
-    Such as after `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
-    """
-    seen: set[int] = set()
+    seen = {address for other in others for address in _addresses(other)}
     out = []
     for array in arrays:
         addresses = _addresses(array)
@@ -113,10 +102,9 @@ def copy_shared(arrays: list[Array]) -> list[Array]:
     return out
 
 
-def _kind(array: Any) -> tuple[Any, ...]:
-    """The type of an array, which is one for all keys and what may be their data."""
-    is_bits = not isinstance(array.dtype, np.dtype) or array.dtype == _BITS
-    return ("bits",) if is_bits else _TYPE(array)
+def copy_array(array: Array) -> Array:
+    """A copy of an array, each shard where it is."""
+    return jax.device_put(array, array.sharding, may_alias=False)
 
 
 def _addresses(array: Any) -> list[int]:

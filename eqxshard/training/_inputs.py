@@ -50,17 +50,6 @@ class Signature:
         arrays, static = partition(argument, name)
         return arrays, Signature(static, tuple(map(sharding_on_mesh, arrays)))
 
-    def check_on(self, mesh: Mesh, name: str) -> None:
-        """Refuse arrays on other devices than those of a step's mesh."""
-        for sharding in self.shardings:
-            # `sharding_on_mesh` lets no others through.
-            theirs: Any = sharding and sharding.mesh
-            if theirs and [*theirs.devices.flat] != [*mesh.devices.flat]:
-                raise UsageError(
-                    f"the {name} is on {describe_mesh(theirs)}, and the step on "
-                    f"{describe_mesh(mesh)}; make both with the same mesh."
-                )
-
     def storage(self) -> PyTree[NamedSharding | None]:
         """`shardings` as a PyTree like the argument itself."""
         return self.static.only(self.shardings)
@@ -71,6 +60,26 @@ def sharding_on_mesh(array: Any) -> NamedSharding | None:
     sharding = getattr(array, "sharding", None)
     on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding if on_mesh else None
+
+
+def check_devices(arrays: list[Any], mesh: Mesh, name: str) -> None:
+    """Refuse arrays on other devices than those of a step's mesh."""
+    devices = [*mesh.devices.flat]
+    for array in arrays:
+        sharding = sharding_on_mesh(array)
+        if sharding is not None:
+            theirs: Any = sharding.mesh
+            fits, where = [*theirs.devices.flat] == devices, describe_mesh(theirs)
+        elif isinstance(array, jax.Array) and not isinstance(array, Tracer):
+            fits = not array.committed or array.devices() == {*devices}
+            where = ", ".join(sorted(map(str, array.devices())))
+        else:
+            continue
+        if not fits:
+            raise UsageError(
+                f"the {name} is on {where}, and the step on {describe_mesh(mesh)}; make "
+                "both with the same mesh, or place it with filter_shard."
+            )
 
 
 def mesh_of(arrays: list[Any], what: str, remedy: str = "") -> Mesh:
@@ -240,8 +249,6 @@ def placed(
     mesh: Mesh,
     wanted: NamedSharding | None,
     accumulate: int = 1,
-    *,
-    is_new: bool = False,
 ) -> PyTree:
     """A batch where the step takes it, so that one program serves it wherever it was.
 
@@ -249,8 +256,6 @@ def placed(
 
     - `kind`, `batch`, `mesh`, `accumulate`: of the step.
     - `wanted`: the sharding of the kind on the mesh, which the usual batch has.
-    - `is_new`: whether the processes compare NumPy arrays, of which each must have the
-        whole.
 
     **Raises:**
 
@@ -273,7 +278,7 @@ def placed(
     if wanted is None:
         return batch
     try:
-        _check_host_arrays(batch, mesh, is_new=is_new)
+        _check_host_arrays(batch)
         return jax.tree.unflatten(structure, _place(leaves, wanted))
     except Exception:
         # Of NumPy arrays only now: it takes as long as to place a small batch.
@@ -307,24 +312,27 @@ def _placing(wanted: NamedSharding) -> Callable[[list[Any]], list[Array]]:
     return jax.jit(place_batch, in_shardings=wanted, out_shardings=wanted)
 
 
-def _check_host_arrays(batch: PyTree, mesh: Mesh, *, is_new: bool) -> None:
-    """Refuse NumPy arrays that JAX would wrap, or of which each process has other rows."""
+def _check_host_arrays(batch: PyTree) -> None:
+    """Refuse NumPy arrays that JAX would wrap."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {leaf_path(path): x for path, x in leaves if isinstance(x, np.ndarray)}
-    if is_new and spans_processes(mesh.devices.flat):
-        _check_same(leaves)
     check_dtypes((f"batch entry {name}", x) for name, x in arrays.items())
     check_integers(arrays, "make them fit")
 
 
-def _check_same(leaves: list[tuple[Any, Any]]) -> None:
-    """Refuse arrays that are not on a mesh yet, and of which each process has another."""
+def check_same(batch: PyTree, mesh: Mesh) -> None:
+    """Refuse a batch of which each process has other rows: each must have the whole.
+
+    Arrays that are on a mesh have the rows of all processes.
+    """
+    if not spans_processes(mesh.devices.flat):
+        return
     ours = {
         leaf_path(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
-        for path, x in leaves
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
         if not isinstance(x, jax.Array) or not (x.committed or is_key(x))
     }
-    for theirs in allgather_json(ours):
+    for theirs in allgather_json(ours) if ours else []:
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
                 raise UsageError(

@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,8 +76,11 @@ class TrainState:
     # around them are built when they are first needed, which costs more than the
     # rest of the dispatch and which a training loop rarely does. `_flat` is
     # `(arrays, static)` of a state that a step returned; `_values` are the fields, once
-    # they are built. At least one of the two is there.
-    __slots__ = ("_flat", "_values")
+    # they are built. At least one of the two is there. `_beside` are weak references to the
+    # arrays that were beside the state when a step returned it: what is older than a state
+    # has none of its memory.
+    __slots__ = ("_beside", "_flat", "_values")
+    _beside: list[Any]
     _flat: tuple[list[Any], Static] | None
     _values: "_Fields | None"
     # Under `jax.tree.map` and the like, the fields may hold anything.
@@ -164,10 +168,17 @@ def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
     return arrays, static.with_shapes(arrays)
 
 
-def unflatten_state(arrays: list[Any], static: Static) -> TrainState:
-    """The reverse of `flatten_state`, free until its modules are needed."""
+def unflatten_state(
+    arrays: list[Any], static: Static, beside: Sequence[Any] = ()
+) -> TrainState:
+    """The reverse of `flatten_state`, free until its modules are needed.
+
+    `beside` are arrays that were there before those of the state.
+    """
     state = object.__new__(TrainState)
-    state._flat, state._values = (arrays, static), None
+    state._flat, state._values, state._beside = (arrays, static), None, []
+    if beside:
+        state._beside = [weakref.ref(x) for x in beside if isinstance(x, jax.Array)]
     return state
 
 

@@ -5,6 +5,7 @@
 
 import collections
 import contextlib
+import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,22 +14,29 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._errors import UsageError
+from .._errors import ON_PURPOSE, UsageError
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..sharding._batch_weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
-from ..transforms._compiles import CompileLog, function_name
+from ..transforms._compiles import MAX_PROGRAMS, CompileLog, function_name
 from ._advice import shorten_traceback
 from ._donation import (
-    Separate,
     check_not_donated,
     check_state_not_donated,
     copy_shared,
-    copy_taken,
+    donatable,
 )
-from ._inputs import NOTHING, Signature, StepInput, is_elsewhere, placed
+from ._inputs import (
+    NOTHING,
+    Signature,
+    StepInput,
+    check_devices,
+    check_same,
+    is_elsewhere,
+    placed,
+)
 from ._jit import Program, call_jitted, jit_on
 from ._memory import (
     Memory,
@@ -77,7 +85,7 @@ class Variant:
     - `rule`, `shardings`: of the state: the sharding of each of its arrays.
     - `jitted`: the function compiled.
     - `batch_sharding`: that of a batch; `None` for any.
-    - `is_new`: whether it is still to be called, and linted.
+    - `is_new`: whether it is still to be linted, and to run for the first time.
     - `memory`: what it needs, once it is known.
     """
 
@@ -119,13 +127,16 @@ class InFlight:
     def __init__(self):
         self._results: collections.deque[Any] = collections.deque()
 
-    def make_room(self, count: int = 1) -> None:
-        """Wait for the oldest until there is room for some more.
+    def make_room(self) -> None:
+        """Wait for the oldest until there is room for one more.
 
         Before a call, which takes its donated inputs: an interrupt finds them whole.
         """
-        while len(self._results) > IN_FLIGHT - count:
-            oldest = self._results.popleft()
+        while len(self._results) >= IN_FLIGHT:
+            try:
+                oldest = self._results.popleft()
+            except IndexError:
+                return  # Another thread was faster.
             # NumPy's has no such method: a user's own step may return one.
             wait = getattr(oldest, "block_until_ready", bool)
             wait()
@@ -170,33 +181,39 @@ class StepMachine:
         self._levels = lint_levels(lint)
         self._compiler_options = compiler_options
         self._reported: set[Finding] = set()
-        self._variants: dict[Key, Variant] = {}
+        # Where the program of a key is, once it is made. This drops the one whose last use
+        # is the longest ago.
+        self._places = ft.lru_cache(MAX_PROGRAMS)(_place_for)
+        self._largest: Memory | None = None
         self._in_flight = InFlight()
-        self._separate = Separate()
 
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
         """The program for a state, or none, and for what is kept, or nothing."""
         arrays, static = ([], None) if state is None else flatten_state(state)
         kept, signature = ([], None) if kept is None else Signature.of(kept, self._keeps)
         key = Key(static, signature, kind)
-        variant = self._variants.get(key)
-        if variant is None:
+        place = self._places(key)
+        if not place:
             variant = self._make(state, kept, key)
+            check_devices(kept, variant.mesh, self._keeps)
             if state is not None:
                 check_shardings(state, variant.shardings)
             self._jit(variant, key)
-            self._variants[key] = variant
-        return Call(key, variant, state, arrays, kept)
+            place.append(variant)
+        return Call(key, place[0], state, arrays, kept)
 
     def _jit(self, step: Variant, key: Key) -> None:
         static, signature, kind = key.static, key.kept, key.kind
-        signature.check_on(step.mesh, self._keeps)
 
         def tracing(
             arrays: list[Any], kept: list[Any], batch: PyTree
         ) -> contextlib.AbstractContextManager[None]:
             kind.check(batch, step.mesh, step.accumulate)
-            arguments = {"batch": batch, self._keeps: signature.static.combine(kept)}
+            arguments = {
+                "batch": batch,
+                self._keeps: signature.static.combine(kept),
+                f"sharding of {self._keeps}": signature.storage(),
+            }
             made_with = None
             if static is not None:
                 arguments["state"] = state = static.combine(arrays)
@@ -224,93 +241,100 @@ class StepMachine:
 
         The new state, if there is one, and the metrics.
         """
-        key, step, state, arrays, kept = call
-        # Negative weights, as far as they are on the host; a step takes others for nan.
-        check_weights(fetch_weights(batch) if step.is_new else batch)
-        given, place = batch, step.batch_sharding
-        batch = placed(
-            key.kind, batch, step.mesh, place, step.accumulate, is_new=step.is_new
-        )
-        if kept:
-            check_not_donated(kept, self._keeps)
-        if state is not None:
-            # Until somebody reads a state, nothing else has its arrays. Then they are
-            # donated together, and the first one tells.
-            is_unread = state._values is None
-            seen = arrays[:1] if is_unread else arrays
-            if seen is arrays or arrays[0].is_deleted():
-                check_state_not_donated(seen)
-            taken = jax.tree.leaves(given)
-            if kept and not (state._flat and self._separate.knows(arrays, kept)):
-                taken += kept
-            arrays = copy_taken(seen, taken) + arrays[len(seen) :]
-        is_new = step.is_new
+        if call.state is not None and call.state._flat is None:
+            call = _adopt(call)
+        key, variant, state, arrays, kept = call
         try:
+            if variant.is_new:
+                return self._run_first(call, batch)
+            # Negative weights, as far as they are on the host; a step takes others for nan.
+            check_weights(batch)
+            place = variant.batch_sharding
+            batch = placed(key.kind, batch, variant.mesh, place, variant.accumulate)
+            if kept:
+                check_not_donated(kept, self._keeps)
+            if state is not None:
+                arrays = donatable(state, arrays, kept, batch)
             self._in_flight.make_room()
-            if is_new and {*self._levels.values()} != {"off"}:
-                made, findings = self.inspect(call, batch)
-                step.memory = Memory.of(self._named(key, batch), call, batch, made)
-                self._report(findings)
-            step.is_new = False
-            if state is not None and state._flat is None:
-                # Not from a step, so it may be anywhere.
-                check_shardings(state, step.shardings)
-                arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
-            if is_new:
-                # Where these could not be made, the step is not to blame.
-                with explaining_state(arguments_of(call)):
-                    jax.block_until_ready((arrays, kept))
-            arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
-            if is_new:
-                # Most steps that do not fit fail the first time, and say so here.
-                jax.block_until_ready(metrics)
+            arrays, metrics = call_jitted(variant.jitted, arrays, kept, batch)
         except Exception as error:
-            if is_out_of_memory(error) and not says_what_it_needs(error):
-                if step.memory is None:
-                    step.memory = Memory.of(self._named(key, batch), call, batch)
-                error.add_note(step.memory.describe())
-            # Blame the inputs if they are at fault. (Checking them before each call would
-            # take as long as the rest of it; errors of a running step are other types.)
-            if isinstance(error, TypeError | ValueError):
-                if state is not None:
-                    check_shardings(state, step.shardings)
-                key.kind.check(batch, step.mesh, step.accumulate)
-            shorten_traceback(error)
+            self._explain(error, call, batch)
             raise
         self._in_flight.add(metrics.weight)
-        if kept and state is not None:
-            self._separate.returned(arrays, kept)
-        return None if state is None else unflatten_state(arrays, key.static), metrics
+        new = None if state is None else unflatten_state(arrays, key.static, kept)
+        return new, metrics
+
+    def _run_first(self, call: Call, batch: PyTree) -> tuple[Any, Metrics]:
+        """Lint a program, run it for the first time, and wait for it.
+
+        Most that need too much memory fail the first time, and say so here.
+        """
+        key, variant, _, arrays, kept = call
+        check_state_not_donated(arrays)
+        check_not_donated(kept, self._keeps)
+        check_same(batch, variant.mesh)
+        given, place = batch, variant.batch_sharding
+        batch = placed(key.kind, batch, variant.mesh, place, variant.accumulate)
+        check_weights(fetch_weights(given))
+        if {*self._levels.values()} != {"off"}:
+            program, findings = self.inspect(call, batch)
+            self._measure(call, batch, program)
+            self._report(findings)
+        # Where these could not be made, the step is not to blame.
+        with explaining_state(arguments_of(call)):
+            jax.block_until_ready((arrays, kept))
+        variant.is_new = False
+        state, metrics = self.run(call, batch)
+        jax.block_until_ready(metrics)
+        return state, metrics
+
+    def _explain(self, error: Exception, call: Call, batch: PyTree) -> None:
+        """Say what is at fault where a call failed: the memory, or what it was given."""
+        key, variant = call.key, call.variant
+        if is_out_of_memory(error) and not says_what_it_needs(error):
+            memory = variant.memory or self._measure(call, batch)
+            error.add_note(memory.describe())
+        # (To check these before each call would take as long as the rest of it. Errors of a
+        # step that runs are of other types.)
+        is_unclear = not isinstance(error, ON_PURPOSE)
+        if isinstance(error, TypeError | ValueError) and is_unclear:
+            if call.state is not None:
+                check_shardings(call.state, variant.shardings)
+            check_devices(call.kept, variant.mesh, self._keeps)
+            key.kind.check(batch, variant.mesh, variant.accumulate)
+        shorten_traceback(error)
+
+    def _measure(self, call: Call, batch: PyTree, program: Program | None = None) -> Memory:
+        """Find out what a program needs, and remember the largest."""
+        memory = Memory.of(self._named(call.key, batch), call, batch, program)
+        call.variant.memory = memory
+        if self._largest is None or (memory.peak or 0) > (self._largest.peak or 0):
+            self._largest = memory
+        return memory
 
     def describe_memory(self) -> str | None:
         """What the largest of the programs needs, and what to do if it does not fit."""
-        known = [x.memory for x in self._variants.values() if x.memory is not None]
-        most = max(known, key=lambda memory: memory.peak or 0, default=None)
-        return most and most.describe()
+        return self._largest and self._largest.describe()
 
     def _named(self, key: Key, batch: PyTree) -> str:
         return f"{key.kind.program(self._name, batch)} of {self._of}"
 
-    def compile(self, call: Call, batch: PyTree) -> Program:
-        """Compile the program.
+    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
+        """Compile the program; also return what lint finds in it, whatever the level.
 
         Arrays are taken to be where the program takes them, wherever they are.
         """
-        state = [
-            _abstract(array, sharding)
-            for array, sharding in zip(call.arrays, call.variant.shardings)
-        ]
-        # A call with arguments like them compiles nothing then: JAX keeps the executable.
-        shapes = call.key.kind.shapes(batch, call.variant.mesh)
-        traced = call.variant.jitted.trace(state, call.kept, shapes)
-        return Program(traced.jaxpr, traced.lower().compile())
-
-    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
-        """Compile the program; also return what lint finds in it, whatever the level."""
         # Only a first call needs it, and what reads compiled programs.
         from ._lint import lint_step
 
-        program = self.compile(call, batch)
+        key, variant, state, arrays, kept = call
+        if state is not None:
+            arrays = [*map(_abstract, arrays, variant.shardings)]
+            call = call._replace(state=unflatten_state(arrays, key.static), arrays=arrays)
+        # A call with arguments like them compiles nothing then: JAX keeps the executable.
+        shapes = key.kind.shapes(batch, variant.mesh)
+        traced = variant.jitted.trace(arrays, kept, shapes)
+        program = Program(traced.jaxpr, traced.lower().compile())
         return program, [*lint_step(call, program, batch)]
 
     def _report(self, findings: list[Finding]) -> None:
@@ -318,6 +342,23 @@ class StepMachine:
         where = f"the {self._name.replace('_', ' ')} of {self._of}"
         report([x for x in findings if x not in self._reported], self._levels, where)
         self._reported.update(findings)
+
+
+def _place_for(key: Key) -> list[Variant]:
+    """Where the program of a key will be."""
+    return []
+
+
+def _adopt(call: Call) -> Call:
+    """A call with its state where the program takes it, as if a step had returned it."""
+    shardings = call.variant.shardings
+    assert call.state is not None
+    check_shardings(call.state, shardings)
+    arrays = copy_shared(filter_shard(call.arrays, [*shardings]))
+    state = unflatten_state(arrays, call.key.static)
+    # Something else may have its arrays: it is a state that was read.
+    state._fields()
+    return call._replace(state=state, arrays=arrays)
 
 
 def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -98,7 +98,8 @@ def make_train_step(
     - `max_compiles`: how many times the step may compile; one more raises. By default it
         may compile any number of times. Each that is not expected is explained in the log:
         which argument changed. (Expected are the first of a single step, and the first of
-        `many` for each number of batches.)
+        `many` for each number of batches.) The step keeps the 64 programs that were used
+        last.
     - `lint`: what to do about findings when the step first compiles: `"warn"` (with an
         [`eqxshard.inspect.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or
         a mapping from kinds of findings to one of these, where the other kinds warn.

@@ -18,14 +18,18 @@ from .._errors import UsageError
 from .._jax import Tracer
 from ..distributed import is_main_process
 from ..sharding._leaves import format_array, is_array, leaf_path
+from ..sharding._mesh import format_sharding
 from ..sharding._spec import format_spec
 from ..sharding._text import first_few
 
 _LOG = logging.getLogger(__name__)
 
+#: How many programs a step or a function keeps: those that were used last.
+MAX_PROGRAMS = 64
+
 _REMEDY = (
-    "Keep shapes, dtypes and structures the same (Loader(remainder=...) pads or drops the "
-    "last batch), and pass a number that changes as an array."
+    "Keep shapes, dtypes, shardings and structures the same (Loader(remainder=...) pads or "
+    "drops the last batch), and pass a number that changes as an array."
 )
 _NO_DIFFERENCE = (
     "No array and no number in its arguments differs. Another object does (make it once, "
@@ -90,7 +94,10 @@ class CompileLog:
             )
         yield
         self._count += 1
+        self._last.pop(key, None)
         self._last[key] = now
+        if len(self._last) > MAX_PROGRAMS:
+            del self._last[next(iter(self._last))]
         if before is not None and is_main_process():
             _LOG.warning("%s compiles again. %s", program, _explain(before, now))
 
@@ -118,6 +125,8 @@ def _text(leaf: Any) -> str:
         return " ".join(
             filter(None, [format_array(leaf), split, "(weak type)" * kind.weak_type])
         )
+    if isinstance(leaf, jax.sharding.Sharding):
+        return format_sharding(leaf)
     if leaf is None or isinstance(leaf, bool | int | float | complex | str):
         return reprlib.repr(leaf)
     # The text of another object may be anything.

@@ -12,9 +12,8 @@ from jaxtyping import Array, PyTree
 
 from .._errors import UsageError
 from .._jax import Tracer
-from ..sharding._leaves import array_leaves
 from ..sharding._placement import filter_shard
-from ._compiles import CompileLog, function_name
+from ._compiles import MAX_PROGRAMS, CompileLog, function_name
 from ._partition import Static, partition
 
 _P = ParamSpec("_P")
@@ -54,7 +53,7 @@ class _FilterJit(Generic[_P, _T]):
         self._donates = _donation(donate, fn)
         self._out_shardings = out_shardings
         self._compile_log = CompileLog()
-        self._jitted: dict[tuple[Static, bool], Any] = {}
+        self._jitted = ft.lru_cache(MAX_PROGRAMS)(self._jit)
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
@@ -93,15 +92,9 @@ class _FilterJit(Generic[_P, _T]):
         arrays, static = partition(_Arguments(args, kwargs))
         # Inside another function that is traced, it is a part of that one's program.
         is_inside = any(isinstance(array, Tracer) for array in arrays)
-        jitted = self._jitted.get((static, is_inside))
-        if jitted is None:
-            jitted = self._jit(args, kwargs, static, is_inside)
-            self._jitted[static, is_inside] = jitted
-        return jitted, (*arrays, *self._fn_arrays)
+        return self._jitted(static, is_inside), (*arrays, *self._fn_arrays)
 
-    def _jit(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static, is_inside: bool
-    ) -> Any:
+    def _jit(self, static: Static, is_inside: bool) -> Any:
         fn_static, out_shardings = self._fn_static, self._out_shardings
         count = static.array_count
 
@@ -117,9 +110,10 @@ class _FilterJit(Generic[_P, _T]):
             return partition(out, "result")
 
         flat.__name__ = flat.__qualname__ = self._name
+        args, kwargs = static.only(range(count))
         donated, start = [], 0
         for index, argument in enumerate((*args, kwargs)):
-            end = start + len(array_leaves(argument))
+            end = start + len(jax.tree.leaves(argument))
             if self._donates(index if index < len(args) else None):
                 donated.extend(range(start, end))
             start = end
@@ -160,8 +154,9 @@ def filter_jit(
     **Arguments:**
 
     - `fn`: a pure function. Its arguments and results may be PyTrees of anything; leaves
-        that are not arrays must be hashable, and a new value compiles again. `fn` may
-        itself be a module or a bound method: its arrays are traced too.
+        that are not arrays must be hashable, and a new value compiles again (the 64
+        programs that were used last are kept). `fn` may itself be a module or a bound
+        method: its arrays are traced too.
     - `donate`: the arguments to donate, so that their memory is reused for the results
         and they are deleted: `"none"`, `"all"`, `"all-except-first"`, or one or more
         positions. Arrays that belong to `fn` itself are never donated.

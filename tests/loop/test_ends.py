@@ -182,8 +182,8 @@ def test_out_of_memory_in_a_step_that_still_runs_names_the_steps(monkeypatch):
     rooms = itertools.count(1)
 
     class Fails(InFlight):
-        def make_room(self, count=1):
-            super().make_room(count)
+        def make_room(self):
+            super().make_room()
             if next(rooms) == 4:
                 raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 B")
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import RULES, Model, assert_close, make_batch, make_mesh
+from helpers import RULES, Model, assert_close, make_batch, make_mesh, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from step_helpers import KEY, OPTIM, without_dropout
@@ -128,6 +128,37 @@ def test_a_companion_may_have_the_memory_of_the_state():
         batch = {"w": jax.device_put(state.model.first.weight, rows)}
         extra = {"key": jax.random.key_data(state.key), "zero": np.float32(0)}
         state, _ = train_step(state, batch, extra)
+
+
+def test_another_sharding_of_a_companion_is_said(caplog):
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM)
+    eval_step = eqxshard.make_eval_step(lambda m, b: {"x": jax.vmap(m)(b["x"])[:, 0]})
+    state = state_on()
+    for teacher in (teacher_on(), teacher_on(rule="replicate"), teacher_on()):
+        state, _ = train_step(state, make_batch(), teacher)
+        eval_step(eqx.nn.inference_mode(teacher), make_batch())
+    for name, record in zip(("extra", "model"), caplog.records, strict=True):
+        said = record.getMessage()
+        assert f"compiles again. Changed: sharding of {name}.first.weight: P(" in said
+        assert "on 8 x cpu (data=2, fsdp=4) -> P() on 8 x cpu" in said
+
+
+def test_a_companion_on_other_devices_is_refused():
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM)
+    on_one = jax.tree.map(
+        lambda x: jax.device_put(x, jax.devices()[1]) if eqx.is_array(x) else x,
+        teacher_on(),
+    )
+    state, _ = train_step(state_on(), make_batch(), teacher_on())
+    for teacher, where in [(on_one, "on cpu:1"), (teacher_on("data=2"), r"on 2 x cpu")]:
+        for call in (train_step, lambda s, b, t: train_step.many(s, stack([b]), t)):
+            with pytest.raises(ValueError, match=f"the extra is {where}.*; make both with"):
+                call(state, make_batch(), teacher)
+    # It has the signature of one that is not on any device yet.
+    on_host = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, on_one)
+    state, _ = train_step(state, make_batch(), on_host)
+    with pytest.raises(ValueError, match="the extra is on cpu:1, and the step on 8 x cpu"):
+        train_step(state, make_batch(), on_one)
 
 
 # Of a step that is given no mesh, rule, trainable or precision

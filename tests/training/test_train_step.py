@@ -1,7 +1,10 @@
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from helpers import (
     RULES,
     assert_close,
+    assert_equal,
     compiles,
     make_batch,
     make_loader,
@@ -152,6 +156,42 @@ def test_a_compile_is_explained_or_refused_and_the_state_is_whole(caplog):
         make("data=8", "replicate", max_compiles=0)
 
 
+@pytest.mark.parametrize("lint", ["warn", "off"])
+def test_a_trace_that_failed_does_not_count_as_a_compile(lint):
+    state, train_step = make("data=8", "replicate", max_compiles=1, lint=lint)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="y"):
+            train_step(state, {"x": make_batch()["x"]})
+    state, _ = train_step(state, make_batch())
+    assert int(state.step) == 1
+
+
+def test_the_programs_that_were_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr("eqxshard.training._step.MAX_PROGRAMS", 2)
+    traces = []
+
+    def losses(model, batch, key, scale):
+        traces.append(None)
+        return scale(squared_errors(model, batch, key))
+
+    def scaling(factor):
+        return lambda losses: factor * losses
+
+    state, train_step = make("data=1", "replicate", losses, lint="off")
+    first, second = scaling(1), scaling(2)
+    for scale in (first, second, first, second, first):
+        state, _ = train_step(state, make_batch(), scale)
+    assert len(traces) == 2
+    gone = weakref.ref(second)
+    del second, scale
+    # One more: the second has not been used for longest.
+    for scale in (scaling(3), first):
+        state, _ = train_step(state, make_batch(), scale)
+    assert len(traces) == 3
+    gc.collect()
+    assert gone() is None
+
+
 def test_compiler_options_reach_xla_beside_our_own(tmp_path):
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     state, train_step = make("data=2", "replicate", compiler_options=dump)
@@ -200,6 +240,35 @@ def test_three_thousand_steps_do_not_deadlock():
         env=env,
     )
     assert out.stdout.strip() == "3000", out.stderr[-2000:]
+
+
+def test_threads_may_share_a_step():
+    batches = [make_batch(seed=seed) for seed in range(3)]
+
+    def train(train_step, batch):
+        state = make("data=1", "replicate")[0]
+        for _ in range(40):
+            state, _ = train_step(state, batch)
+        return state.model
+
+    expected = [train(make("data=1", "replicate")[1], batch) for batch in batches]
+    shared, found = make("data=1", "replicate")[1], {}
+
+    def run(number):
+        found[number] = train(shared, batches[number])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for number, model in enumerate(expected):
+        assert_equal(found[number], model)
 
 
 # Donation
@@ -317,6 +386,27 @@ def test_a_batch_may_hold_an_array_of_the_state():
 
 
 # States from elsewhere
+
+
+def test_a_state_of_numpy_arrays_is_placed():
+    state, train_step = make("data=2,fsdp=4", "fsdp")
+    expected, _ = make("data=2,fsdp=4", "fsdp")[1](state, make_batch())
+    state, _ = make("data=2,fsdp=4", "fsdp")
+    on_host = jax.tree.map(
+        lambda x: np.asarray(x) if eqx.is_array(x) else x, (state.model, state.opt_state)
+    )
+    state = eqx.tree_at(lambda s: (s.model, s.opt_state), state, on_host)
+    # Lint looks at where the step takes arrays, too.
+    eqxshard.lint(train_step, state, make_batch())
+    state, _ = train_step(state, make_batch())
+    assert_equal(state.model, expected.model)
+    weight = state.model.first.weight
+    assert weight.sharding == expected.model.first.weight.sharding
+    # The arrays on the host are left as they are, and may be used again.
+    again = eqx.tree_at(lambda s: (s.model, s.opt_state), state, on_host)
+    again = eqx.tree_at(lambda s: s.step, again, jnp.zeros_like(again.step))
+    again, _ = train_step.many(again, stack([make_batch()]))
+    assert_close(again.model, expected.model)
 
 
 def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):

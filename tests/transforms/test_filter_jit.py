@@ -1,4 +1,6 @@
 import functools as ft
+import gc
+import weakref
 from collections.abc import Callable
 
 import equinox as eqx
@@ -101,6 +103,30 @@ def test_it_computes_what_equinox_does(call):
     theirs = eqx.filter_jit(fn)(*args, **kwargs)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     assert eqx.tree_equal(ours, theirs)
+
+
+def test_the_programs_that_were_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr("eqxshard.transforms._filter_jit.MAX_PROGRAMS", 2)
+    fn, traces = traced(lambda add, x: add(x))
+    jitted = eqxshard.filter_jit(fn)
+
+    def adding(number):
+        return lambda x: x + number
+
+    first, second = adding(1), adding(2)
+    for _ in range(2):
+        jitted(first, X)
+        jitted(second, X)
+    jitted(first, X)
+    assert len(traces) == 2
+    gone = weakref.ref(second)
+    del second
+    # One more: the second has not been used for longest.
+    np.testing.assert_array_equal(jitted(adding(3), X), X + 3)
+    jitted(first, X)
+    assert len(traces) == 3
+    gc.collect()
+    assert gone() is None
 
 
 def test_methods():

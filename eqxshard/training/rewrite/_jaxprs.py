@@ -181,7 +181,7 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
     """
     if is_jaxpr(part):
         return rewrite(part)
-    if not any(True for _ in jaxprs_in(part)):
+    if not isinstance(part, _MAY_HAVE_JAXPRS) or not any(jaxprs_in(part)):
         return part
     if isinstance(part, dict):
         return {key: map_jaxprs_in(rewrite, each) for key, each in part.items()}
