@@ -23,6 +23,7 @@ OPTIONS = {
     "step_overhead": "--rounds 15",
     "checkpoint": "--rounds 3 --gigabytes 0.5",
     "start": "--rounds 2",
+    "first_call": "--rounds 2",
     "scaling": "--rounds 3 --steps 10",
     "growth": "--rounds 3 --depths 4 16 --listed 12 48 192",
     "gpt": "--rounds 4",

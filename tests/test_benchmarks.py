@@ -19,6 +19,7 @@ SHORT = {
     "checkpoint": "--gigabytes 0.01",
     "data": "--seconds 0.05 --mapped-gigabytes 0.05 --workers 1",
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",
+    "first_call": "--dense 2 --blocks 1 --listed 2",
     "fit_overhead": "--steps 20",
     "gpt": "--device cpu",
     "images": "--images 40 --batch-size 8 --seconds 0.05 --workers 1",

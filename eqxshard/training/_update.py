@@ -72,7 +72,8 @@ def train_step(
     sums = gradients.sums
     if config.grad_norms:
         norm = optax.tree.norm(jax.tree.map(at_least_float32, gradients.grads))
-        norm = _where(gradients, norm * gradients.weight, jnp.zeros_like(norm))
+        norm *= gradients.weight.astype(norm.dtype)
+        norm = _where(gradients, norm, jnp.zeros_like(norm))
         sums = {**sums, "grad_norm": norm}
     nonfinite = 1 - finite.astype(jnp.int32)
     return arrays, Metrics(sums, gradients.weight, nonfinite, gradients.weights)
