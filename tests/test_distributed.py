@@ -166,7 +166,9 @@ def test_a_check_that_fails_in_one_process_is_an_error_in_all(tmp_path):
     script = Path(__file__).parent / "check_in_one_process.py"
     status, out, err = finished([sys.executable, *launch, script, tmp_path], env=SETTINGS)
     assert status == 0, out + err
-    errors = ["UsageError: a check by equinox.error_if failed in process 1; read its output"]
+    errors = [
+        "UsageError: a check by equinox.error_if failed in process 1; read its output"
+    ]
     errors += ["EquinoxRuntimeError"]
     for number, error in enumerate(errors):
         first, second, third = json.loads((tmp_path / f"{number}.json").read_text())

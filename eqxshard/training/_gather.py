@@ -31,7 +31,7 @@ from ..sharding._placement import compute_sharding
 from ..sharding._spec import axes_of
 from ._precision import Precision, cast
 from .rewrite._interpreter import Interpreter
-from .rewrite._jaxprs import open_jaxpr, scan_counts
+from .rewrite._jaxprs import equations, jaxprs_in, open_jaxpr, scan_counts
 from .rewrite._rewrite import is_rewriting, looks_for_nan, warn_once
 from .rewrite._tables import mark_gradient
 
@@ -151,6 +151,11 @@ def gather_all(
     return used, every
 
 
+def has_split(stored: Sequence[Stored | None]) -> bool:
+    """Whether there is something to gather."""
+    return any(x is not None and x.is_split for x in stored)
+
+
 def gather_in_loops(
     fn: Callable[..., Any], args: Sequence[Any], stored: Sequence[Stored | None]
 ) -> Any:
@@ -162,8 +167,7 @@ def gather_in_loops(
     - `args`: its arguments, of which the first leaves are those of the model.
     - `stored`: from `gather_all`.
     """
-    is_on = is_rewriting() and not looks_for_nan()
-    if not is_on or not any(x is not None and x.is_split for x in stored):
+    if not is_rewriting() or looks_for_nan():
         return fn(*args)
     leaves, structure = jax.tree.flatten(tuple(args))
     where = [i for i, leaf in enumerate(leaves) if eqx.is_array(leaf)]
@@ -179,14 +183,19 @@ def gather_in_loops(
     arrays = [leaves[i] for i in where]
     # A mistake in the user's code is raised here.
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    inputs = [
-        stored[i] if i < len(stored) and stored[i] is not None else leaves[i] for i in where
-    ]
-    try:
-        outputs = _Loops().evaluate(jaxpr, inputs, dict(enumerate(arrays)))
-    except Exception as error:
-        warn_once(f"{type(error).__name__}: {error}")
+    loops = _Loops()
+    if not loops.are_in(jaxpr):
+        if any(eqn.primitive.name == "custom_vjp_call" for eqn in equations(jaxpr)):
+            # Its derivative may close over an array of this trace.
+            return fn(*args)
         outputs = jaxpr_as_fun(jaxpr)(*arrays)
+    else:
+        inputs = [(stored[i] if i < len(stored) else None) or leaves[i] for i in where]
+        try:
+            outputs = loops.evaluate(jaxpr, inputs, dict(enumerate(arrays)))
+        except Exception as error:
+            warn_once(f"{type(error).__name__}: {error}")
+            outputs = jaxpr_as_fun(jaxpr)(*arrays)
     found = jax.tree.unflatten(jax.tree.structure(out), outputs)
     return eqx.combine(found, others[-1])
 
@@ -199,6 +208,14 @@ class _Loops:
             [self._rule], [_no_rule], plain=_as_array, reads=_reads, differentiated=False
         )
 
+    def are_in(self, jaxpr: Any) -> bool:
+        """Whether a jaxpr has loops."""
+        return any(
+            _is_loop(eqn, i)
+            for eqn in open_jaxpr(jaxpr).eqns
+            for i in range(len(eqn.invars))
+        )
+
     def evaluate(self, jaxpr: Any, inputs: Sequence[Any], arrays: Any = None) -> list[Any]:
         """The outputs of a jaxpr, some of whose inputs are stored."""
         return self._interpreter.evaluate(jaxpr, inputs, arrays)[0]
@@ -209,6 +226,7 @@ class _Loops:
             build = {
                 "scan": self._scan,
                 "jit": self._interpreter.jit,
+                "cond": self._interpreter.cond,
                 **dict.fromkeys(_CHECKPOINTS, self._checkpoint),
             }.get(eqn.primitive.name)
             is_layer = eqn.primitive.name in _CHECKPOINTS
@@ -273,10 +291,14 @@ def _is_loop(eqn: Any, i: int) -> bool:
         readers = _readers(inside, inside.invars[i])
         is_part = i >= sum(scan_counts(eqn)) and inside.invars[i] not in inside.outvars
         return is_part and all(each.primitive.name in _CHECKPOINTS for each, _ in readers)
-    if name != "jit" and name not in _CHECKPOINTS:
-        return False
-    inside = open_jaxpr(eqn.params["jaxpr"])
-    return any(_is_loop(*reader) for reader in _readers(inside, inside.invars[i]))
+    parts = [*jaxprs_in(eqn.params)] if name in ("jit", "cond", *_CHECKPOINTS) else []
+    # The first input of a branch is the second of all.
+    before = 1 if name == "cond" else 0
+    return i >= before and any(
+        _is_loop(*reader)
+        for part in map(open_jaxpr, parts)
+        for reader in _readers(part, part.invars[i - before])
+    )
 
 
 def _readers(jaxpr: Any, variable: Any) -> list[tuple[Any, int]]:

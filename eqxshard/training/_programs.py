@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array
 
-from .._jax import Literal, jaxpr_as_fun
+from .._jax import Literal, context_of, jaxpr_as_fun
 from ..sharding._leaves import as_weak_as, is_key
 from .rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 
@@ -209,7 +209,7 @@ class Identities:
             for variable in eqn.outvars:
                 places[variable] = len(places)
             # JAX has one object for each context, such as of `jax.threefry_partitionable`.
-            equations.append((eqn.primitive, params, inputs, eqn.ctx))
+            equations.append((eqn.primitive, params, inputs, context_of(eqn)))
         avals = tuple(variable.aval for variable in places)
         consts = self._value([*getattr(jaxpr, "consts", ())])
         key = (avals, consts, tuple(equations), read(inside.outvars))

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ..sharding._explicit import replicated_on, to_auto, to_explicit
 from ..sharding._mesh import batch_sharding
 from ._advice import add_advice
-from ._gather import gather_all, gather_in_loops
+from ._gather import gather_all, gather_in_loops, has_split
 from ._precision import Precision
 from ._state import state_indices
 
@@ -48,8 +48,9 @@ def call_as_used(
         typed = jax.tree.map(lambda x: to_explicit(x, rows), batch)
         args = used, typed, *replicated_on(others, mesh)
         try:
-            out = gather_in_loops(fn, args, stored)
+            if not has_split(stored):
+                return to_auto(fn(*args))
+            return to_auto(gather_in_loops(fn, args, stored))
         except Exception as error:
             add_advice(error, typed, stateful=bool(state_indices(given["model"])))
             raise
-    return to_auto(out)

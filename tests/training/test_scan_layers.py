@@ -206,6 +206,47 @@ def test_layers_that_another_transform_passed_on_are_gathered_one_at_a_time(
             np.testing.assert_allclose(new, expected, rtol=1e-2, atol=1e-3)
 
 
+def own_scan(layers, x, *, key):
+    """A loop of the user's own, each layer in `jax.checkpoint`."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    body = lambda x, layer: (eqx.combine(layer, static)(x), None)  # noqa: E731
+    return jax.lax.scan(jax.checkpoint(body), x, arrays)[0]
+
+
+def under_cond(layers, x, *, key):
+    call = lambda x: own_scan(layers, x, key=key)  # noqa: E731
+    return jax.lax.cond(jnp.sum(x) < jnp.inf, call, lambda x: x, x)
+
+
+def own_derivative(layers, x, *, key):
+    """With a derivative that is twice the right one."""
+    arrays, static = eqx.partition(layers.up, eqx.is_array)
+
+    def plain(arrays, x):
+        body = lambda x, up: (jnp.tanh(eqx.combine(up, static)(x)), None)  # noqa: E731
+        return jax.lax.scan(jax.checkpoint(body), x, arrays)[0]
+
+    apply = jax.custom_vjp(plain)
+    double = lambda vjp, g: jax.tree.map(lambda leaf: 2 * leaf, vjp(g))  # noqa: E731
+    apply.defvjp(lambda arrays, x: jax.vjp(plain, arrays, x), double)
+    return apply(arrays, x)
+
+
+def test_a_loop_of_the_users_own_gathers_one_layer_at_a_time():
+    found = gathers(*make(own_scan)[::-1])
+    assert found and not any(shape.startswith(f"f32[{DEPTH}") for shape in found)
+
+
+@pytest.mark.parametrize("call", [own_scan, under_cond, own_derivative])
+def test_loops_of_the_users_own_learn_as_on_one_device(call):
+    one, state_one = run(*make(call, sizes={"data": 1}), steps=2)
+    found, state = run(*make(call, lint="off"), steps=2)
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+    for new, expected in zip(*map(jax.tree.leaves, (state.model, state_one.model))):
+        if eqx.is_array(new):
+            np.testing.assert_allclose(new, expected, rtol=1e-3, atol=1e-5)
+
+
 def forward(call, arrays, static, x):
     """The values and their derivative along the parameters, by forward mode."""
     out, tangent = jax.jvp(lambda a: call(eqx.combine(a, static), x), (arrays,), (arrays,))

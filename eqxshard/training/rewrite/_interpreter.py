@@ -179,7 +179,7 @@ class Interpreter:
             "remat2": self._remat,
             "scan": self._scan,
             "while": self._while,
-            "cond": self._cond,
+            "cond": self.cond,
         }.get(name)
         if build is not None:
             is_picked = any(map(self.picks, parts))
@@ -264,7 +264,8 @@ class Interpreter:
             )
         )
 
-    def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
+    def cond(self, eqn: Any, inputs: list[Any]) -> Any:
+        """Branches."""
         index, *operands = inputs
         is_checked = any(map(has_checks, eqn.params["branches"]))
 

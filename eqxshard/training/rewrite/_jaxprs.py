@@ -181,13 +181,15 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
     """
     if is_jaxpr(part):
         return rewrite(part)
-    if not isinstance(part, _MAY_HAVE_JAXPRS) or not any(jaxprs_in(part)):
+    is_container = isinstance(part, dict | tuple | list)
+    if not is_container or not any(jaxprs_in(part)):
         return part
     if isinstance(part, dict):
         return {key: map_jaxprs_in(rewrite, each) for key, each in part.items()}
+    kind: Any = type(part)
     parts = [map_jaxprs_in(rewrite, each) for each in part]
     # The fields of a named tuple are arguments of their own.
-    return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    return kind(*parts) if hasattr(part, "_fields") else kind(parts)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
