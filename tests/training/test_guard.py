@@ -22,17 +22,18 @@ from eqxshard.training._guard import all_finite
 
 
 # The slope of the root at 0 is infinite, so a batch can have a finite loss and a gradient
-# that is not.
+# that is not. The last term is the other way around.
 def rooted(model, batch, key):
-    return squared_errors(model, batch, key) + 0 * jnp.sqrt(
-        jnp.abs(batch["x"][:, 0] * jnp.sum(model.last.bias))
-    )
+    root = jnp.sqrt(jnp.abs(batch["x"][:, 0] * jnp.sum(model.last.bias)))
+    far = jnp.where(batch["x"][:, 1] > 100, jnp.inf, 0)
+    return squared_errors(model, batch, key) + 0 * root + far
 
 
 BAD = {
     "nan": with_nan,
     "infinite": lambda batch: {**batch, "y": batch["y"] + np.float32(np.inf)},
     "gradient only": lambda batch: {**batch, "x": 0 * batch["x"]},
+    "loss only": lambda batch: {**batch, "x": batch["x"] + np.float32(200)},
 }
 
 

@@ -169,8 +169,13 @@ def wrong(jaxpr):
     return dict.fromkeys(range(len(jaxpr.eqns)), apply)
 
 
+def swapped(jaxpr):
+    """The same values in another order, and so of other types."""
+    return jaxpr.replace(outvars=jaxpr.outvars[::-1])
+
+
 @pytest.mark.versions
-@pytest.mark.parametrize("rewrite", [broken, wrong], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("rewrite", [broken, wrong, swapped], ids=lambda fn: fn.__name__)
 def test_what_cannot_be_rewritten_runs_as_it_was(rewrite, monkeypatch):
     monkeypatch.setattr("eqxshard.training._jit.fast_convolutions", rewrite)
     solves = lambda model, batch, key: jnp.linalg.solve(model.weight, batch["x"].T).sum(0)  # noqa: E731
