@@ -36,10 +36,11 @@ def scan_layers(
     """Apply stacked layers in turn: one layer is compiled, whatever the depth.
 
     Inside a step, under FSDP, the parameters of one layer at a time are gathered, freed
-    before the next layer, and gathered again in the backward pass. (`jax.lax.scan` would
-    gather all layers at the start of the step and keep them to its end.) If the rule
-    splits the dim of layers itself, all are gathered at once. Optimizers that look at
-    shapes, such as Muon, go with stacked layers through [`eqxshard.per_layer`][].
+    before the next layer, and gathered again in the backward pass. (`jax.lax.scan` of
+    layers that are not in `jax.checkpoint` would gather all of them at the start of the
+    step and keep them to its end.) If the rule splits the dim of layers itself, all are
+    gathered at once. Optimizers that look at shapes, such as Muon, go with stacked layers
+    through [`eqxshard.per_layer`][].
 
     **Arguments:**
 

@@ -52,10 +52,10 @@ def make_train_step(
     they are stored.
 
     Before it is compiled, the step is rewritten where XLA would do badly or wrongly:
-    convolutions, scatters, gradients of embedding tables, sums of 16-bit gradients over
-    devices, updates that need whole matrices, and checks by `equinox.error_if`. Apart from
-    rounding, that changes nothing. `EQXSHARD_REWRITE=off` in the environment turns it off;
-    a check that fails on several devices then never returns.
+    convolutions, scatters, gradients of embedding tables, updates that need whole matrices,
+    and checks by `equinox.error_if`. Apart from rounding, that changes nothing.
+    `EQXSHARD_REWRITE=off` in the environment turns it off; a check that fails on several
+    devices then never returns, and stacked layers are gathered all at once.
 
     **Arguments:**
 
