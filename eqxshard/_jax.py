@@ -62,3 +62,9 @@ def frames_of(eqn: Any) -> Sequence[Any]:
 def varies_along(aval: Any) -> frozenset[str]:
     """The axes along which an array of a type varies, in code for each device."""
     return aval.manual_axis_type.varying
+
+
+def mapped_axes(eqn: Any) -> set[str]:
+    """The axes along which a `jax.shard_map` is code for each device."""
+    name = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"
+    return {*eqn.params[name]}  # The second since JAX 0.10.2.

@@ -234,6 +234,7 @@ def test_unversioned_jax_is_touched_in_one_file():
         "ir",
         "jaxpr_as_fun",
         "make_ir_context",
+        "mapped_axes",
         "mesh_of",
         "scope_of",
         "varies_along",

@@ -45,7 +45,8 @@ def test_every_line_is_one_of_the_user(found):
     lines = {frame.place for frame in frames if frame}
     files = {line.split(":")[0] for line in lines}
     assert "transformer.py" in files
-    assert files <= {"transformer.py", "test_causes.py"}
+    # The optimizer is wrapped in the last, and what it returns is checked to be finite.
+    assert files <= {"transformer.py", "test_causes.py", "helpers.py"}
 
 
 SUM = """

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..._jax import Literal, bind
+from ..._jax import Literal, bind, mapped_axes
 from ._error_if import Checked, first_failed, has_checks
 from ._jaxprs import (
     bind_at,
@@ -292,7 +292,7 @@ class Interpreter:
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=[*params["out_specs"]],
-            axis_names={*params["newly_manual_axes"]},
+            axis_names=mapped_axes(eqn),
             check_vma=params["check_vma"],
         )(*inputs)
 
