@@ -126,19 +126,20 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     found = [change for change in changes if is_inexact(change[0]) and change[0].size]
     if not found:
         return jnp.array(True)
-    small = _SMALL_ON_CPUS if is_on_cpus(mesh) else _SMALL_ON_GPUS
-    largest, specs = _largest_magnitudes(found, small)
+    on_cpus = is_on_cpus(mesh)
+    small = _SMALL_ON_CPUS if on_cpus else _SMALL_ON_GPUS
+    largest, specs = _largest_magnitudes(found, small, _TOGETHER if on_cpus else 1)
+    if on_cpus:
+        # Of a deep model, XLA would compile one kernel for all of it for longer than the
+        # update.
+        largest = jax.lax.optimization_barrier(largest)
     used = {axis for spec in specs for axis in spec_axes(spec)}
     # In the mesh's order: a set's would differ from one process to the next.
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
 
     def count_bad(largest: list[Array]) -> Int[Array, ""]:
-        bad = [~jnp.isfinite(each) for each in largest]
-        few = [each.ravel() for each in bad if each.size < small]
-        together = [jnp.concatenate(few)] if few else []
-        many = [each for each in bad if each.size >= small]
-        counts = [jnp.any(each).astype(jnp.int32) for each in together + many]
-        count = ft.reduce(operator.add, counts)
+        bad = _grouped([~jnp.isfinite(each) for each in largest], small)
+        count = ft.reduce(operator.add, [jnp.any(x).astype(jnp.int32) for x in bad])
         return jax.lax.psum(count, axes) if axes else count
 
     count = jax.shard_map(
@@ -148,14 +149,13 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
 
 
 def _largest_magnitudes(
-    changes: Sequence[Change], small: int
+    changes: Sequence[Change], small: int, together: int
 ) -> tuple[list[Array], list[PartitionSpec]]:
     """Arrays that are finite where all of some changed arrays are; and their specs.
 
     A gradient, its parameter and what the optimizer keeps for it are read in one pass: the
     arrays of one shape and spec come in the order of the gradients of that kind. So are
-    small arrays of one kind, `_TOGETHER` at a time, with as little code as there can be:
-    of a deep model, XLA would compile the check for longer than the update.
+    small arrays of one kind, so many of them `together`.
     """
     kinds = [(new.shape, sharding.spec) for new, _, sharding in changes]
     gradients = collections.Counter(
@@ -168,7 +168,7 @@ def _largest_magnitudes(
         place = seen[kind] % max(gradients[kind], 1)
         seen[kind] += 1
         is_small = math.prod(sharding.shard_shape(new.shape)) < small
-        group = kind, place // _TOGETHER if is_small else place
+        group = kind, place // together if is_small else place
         size = jnp.abs(at_least_float32(new))
         # What is shaped like a gradient starts as a finite number.
         if old is not None and not gradients[kind]:
@@ -180,5 +180,16 @@ def _largest_magnitudes(
         constrain_to(ft.reduce(jnp.maximum, group), shardings[key])
         for key, group in groups.items()
     ]
-    # Behind barriers, as XLA would fuse them into one kernel.
-    return jax.lax.optimization_barrier(largest), [s.spec for s in shardings.values()]
+    return largest, [sharding.spec for sharding in shardings.values()]
+
+
+def _grouped(masks: list[Array], small: int) -> list[Array]:
+    """Arrays to reduce one by one: the large ones, and all small ones in one."""
+    few = [mask.ravel() for mask in masks if mask.size < small]
+    groups = [few[i : i + _TOGETHER] for i in range(0, len(few), _TOGETHER)]
+    # Behind barriers, as XLA would reduce each array by itself.
+    parts = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
+    longest = max((part.size for part in parts), default=0)
+    padded = [jnp.pad(part, (0, longest - part.size)) for part in parts]
+    together = [ft.reduce(operator.or_, padded)] if padded else []
+    return [mask for mask in masks if mask.size >= small] + together

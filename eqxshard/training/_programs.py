@@ -59,7 +59,8 @@ class Programs:
         self._place = place
         self._options = options
         self._compilers = compilers
-        self._compiled: dict[Hashable, Future[jax.stages.Compiled]] = {}
+        #: By what they compute and where: a function, and when it will be compiled.
+        self._compiled: dict[Hashable, tuple[Any, Future[Any]]] = {}
         self._running: deque[list[Array]] = deque()
 
     def compile(
@@ -67,7 +68,7 @@ class Programs:
         parts: Sequence[Part],
         given: Sequence[Sharding | None],
         places: Sequence[Sharding] | None,
-    ) -> "Future[jax.stages.Compiled]":
+    ) -> "tuple[Any, Future[Any]]":
         """Start to compile parts as one program, unless there is one for such parts.
 
         **Arguments:**
@@ -79,20 +80,22 @@ class Programs:
 
         **Returns:**
 
-        The program. Its outputs share no memory with one another or with the inputs.
+        The program, and a future that is done once it is compiled. Its outputs share no
+        memory with one another or with the inputs.
         """
         wanted = None if places is None else tuple(places)
         key = (tuple(part.identity for part in parts), tuple(given), wanted)
         if key not in self._compiled:
             avals = [v.aval for part in parts for v in part.inputs]
             kinds = [_on_host(x) if y is None else _like(x) for x, y in zip(avals, given)]
-            lowered = jax.jit(
+            program = jax.jit(
                 _as_function([part.jaxpr for part in parts], places is None),
                 in_shardings=tuple(each or self._place for each in given),
                 out_shardings=self._place if places is None else [*places],
                 compiler_options=self._options,
-            ).lower(*kinds)
-            self._compiled[key] = self._compilers.submit(lowered.compile)
+            )
+            done = self._compilers.submit(program.lower(*kinds).compile)
+            self._compiled[key] = program, done
         return self._compiled[key]
 
     def run(
@@ -110,7 +113,7 @@ class Programs:
         Their outputs.
         """
         given = [*map(sharding_of, inputs)]
-        arrays = self.compile(parts, given, places).result()(*inputs)
+        arrays = self._call(*self.compile(parts, given, places), inputs)
         self._running.append(arrays)
         if len(self._running) > _IN_FLIGHT:
             jax.block_until_ready(self._running.popleft())
@@ -118,8 +121,19 @@ class Programs:
 
     def compute(self, part: Part, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The outputs of one part on the host, as `to_host` returns them."""
-        program = self.compile([part], [None] * len(inputs), None).result()
-        return [*map(np.asarray, program(*inputs))]
+        arrays = self._call(*self.compile([part], [None] * len(inputs), None), inputs)
+        return [*map(np.asarray, arrays)]
+
+    def _call(self, program: Any, done: "Future[Any]", inputs: Any) -> list[Array]:
+        compiled = done.result()
+        # JAX 0.10 calls what was compiled with no numbers of less than eight bits.
+        return program(*inputs) if any(map(_is_narrow, inputs)) else compiled(*inputs)
+
+
+def _is_narrow(x: Any) -> bool:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.iinfo(x.dtype).bits < 8
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8
 
 
 def _as_function(jaxprs: Sequence[Any], to_host: bool) -> Any:

@@ -12,6 +12,7 @@ from ..._jax import (
     ClosedJaxpr,
     Jaxpr,
     Literal,
+    Tracer,
     at_line_of,
     bind,
     context_of,
@@ -110,11 +111,7 @@ def retrace(
     if like is not None and consts:
         raise NotImplementedError("constants in an open jaxpr")
     if consts:
-        invars = [*inside.constvars, *inside.invars]
-        parts: dict[str, Any] = {"constvars": [], "invars": invars}
-        if hasattr(inside, "consts"):  # Since JAX 0.11, all jaxprs have them.
-            parts["consts"] = []
-        inside = inside.replace(**parts)
+        inside = _without_constants(inside)
     return inside, [*consts, *leaves], out_structure
 
 
@@ -229,7 +226,14 @@ def varying_like(x: Array, aval: Any) -> Array:
 
 def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
     """Call a closed jaxpr in one equation, without looking into it again."""
-    inside = open_jaxpr(jaxpr)
+    inside, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
+    if any(isinstance(x, Tracer) for x in consts):
+        # They are values of the program around it, which an equation takes as inputs.
+        whole = _without_constants(inside)
+        # In this order: JAX 0.11 has one type for both.
+        is_open = isinstance(jaxpr, Jaxpr)
+        jaxpr = whole if is_open else jaxpr.replace(jaxpr=whole, consts=[])
+        args = [*consts, *args]
 
     @jax.jit
     def like(*args: Any) -> Any:
@@ -237,3 +241,12 @@ def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
 
     (call,) = open_jaxpr(jax.make_jaxpr(like)(*args)).eqns
     return bind(call, args, call.params | {"jaxpr": jaxpr, "name": name})
+
+
+def _without_constants(jaxpr: Any) -> Any:
+    """An open jaxpr whose first inputs are its constants."""
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    parts: dict[str, Any] = {"constvars": [], "invars": invars}
+    if hasattr(jaxpr, "consts"):  # Since JAX 0.11, all jaxprs have them.
+        parts["consts"] = []
+    return jaxpr.replace(**parts)
