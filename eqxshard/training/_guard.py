@@ -221,8 +221,7 @@ def _largest_magnitudes(
         is_small = math.prod(sharding.shard_shape(new.shape)) < _SMALL_ON_CPUS
         group = kind, place // _TOGETHER if is_small else place
         size = jnp.abs(at_least_float32(new))
-        # What is shaped like a gradient starts as a finite number.
-        if old is not None and not gradients[kind]:
+        if old is not None:
             size = jnp.where(jnp.isfinite(old), size, 0)
         groups[group].append(size)
         shardings[group] = sharding
