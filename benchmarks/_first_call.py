@@ -7,10 +7,7 @@ Prints its figures as JSON.
 """
 
 import argparse
-import gc
 import json
-import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _frames import PACKAGE, frames_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqxshard
@@ -31,7 +29,6 @@ WIDTH, HEADS, TOKENS, ROWS = 64, 4, 16, 32
 OPTIM, KEY = optax.adamw(1e-3), jax.random.key(0)
 #: Smaller arrays are stored whole.
 RULE = eqxshard.fsdp(min_size=256)
-PACKAGE = os.path.dirname(eqxshard.__file__)
 
 nn = eqx.nn
 
@@ -128,28 +125,6 @@ def by_eqxshard(state: Any, batch: Any, precision: Any) -> dict[str, Any]:
         "entered in a warm call": entered,
     }
     return {"seconds": seconds, "losses": losses, "frames": frames}
-
-
-def frames_of(function: Callable[[], Any]) -> tuple[int, int]:
-    """How many functions of ours a call enters, and how deep they are nested."""
-    entered, depth, deepest = 0, 0, 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal entered, depth, deepest
-        if event in ("call", "return") and frame.f_code.co_filename.startswith(PACKAGE):
-            depth += 1 if event == "call" else -1
-            entered += event == "call"
-            deepest = max(deepest, depth)
-
-    # Or it may close iterators of ours.
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return entered, deepest
 
 
 def by_hand(state: Any, batch: Any, precision: Any) -> dict[str, Any]:

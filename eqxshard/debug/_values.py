@@ -25,6 +25,7 @@ from ..compiled._hlo import Frame
 from ..sharding._explicit import auto_mesh, is_explicit, to_auto
 from ..sharding._leaves import is_inexact
 from ..training.rewrite._jaxprs import (
+    consts_of,
     evaluate_equation,
     is_jaxpr,
     open_jaxpr,
@@ -158,7 +159,7 @@ class Recorder:
         - `inputs`, `numbers`: its inputs, and the numbers that `record` gave them.
         - `caller`: the line that calls it, for operations that are no line of a user's.
         """
-        constants = [*getattr(jaxpr, "consts", ())]
+        constants = [*consts_of(jaxpr)]
         jaxpr = open_jaxpr(jaxpr)
         values: dict[Any, tuple[Any, int | None]] = {}
         given = [*map(self.record, map(jnp.asarray, constants)), *numbers]

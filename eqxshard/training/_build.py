@@ -23,7 +23,7 @@ from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ._jit import cpu_options
 from ._programs import Identities, Part, Programs, as_key, sharding_of, to_host
-from .rewrite._jaxprs import open_jaxpr, variables
+from .rewrite._jaxprs import has_shardings, open_jaxpr, variables
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
 #: computed; what is rounded stays with the computation that needs it, unless it is tiny.
@@ -140,10 +140,8 @@ def _off_mesh(value: Any, mesh: Mesh) -> Any:
 
 def _makes_several(eqn: Any) -> bool:
     """Whether an equation calls a jitted function that returns several arrays."""
-    if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) < 2:
-        return False
-    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return not any(isinstance(each, jax.sharding.Sharding) for each in given)
+    is_call = eqn.primitive.name in ("jit", "pjit")
+    return is_call and len(eqn.outvars) > 1 and not has_shardings(eqn)
 
 
 def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

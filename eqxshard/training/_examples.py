@@ -52,8 +52,8 @@ def own_weights(batch: PyTree) -> dict[str, Float[Array, ""]]:
 def is_step(batch: PyTree) -> Bool[Array, ""] | None:
     """Whether the loss of an example counts; `None` if all count.
 
-    Otherwise there is nothing to learn from the batch. Decay and momentum would move the
-    weights all the same.
+    Otherwise there is nothing to learn from the batch, but decay and momentum would still
+    move the weights.
     """
     if not is_weighted(batch):
         return None

@@ -30,12 +30,10 @@ from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
 from ..sharding._spec import axes_of
 from ._precision import Precision, cast
-from .rewrite._interpreter import Interpreter
+from .rewrite._interpreter import CHECKPOINTS, Interpreter
 from .rewrite._jaxprs import equations, jaxprs_in, open_jaxpr, scan_counts
 from .rewrite._rewrite import is_rewriting, looks_for_nan, warn_once
 from .rewrite._tables import mark_gradient
-
-_CHECKPOINTS = ("checkpoint", "remat2")
 
 
 class Stored(eqx.Module):
@@ -227,9 +225,9 @@ class _Loops:
                 "scan": self._scan,
                 "jit": self._interpreter.jit,
                 "cond": self._interpreter.cond,
-                **dict.fromkeys(_CHECKPOINTS, self._checkpoint),
+                **dict.fromkeys(CHECKPOINTS, self._interpreter.checkpoint),
             }.get(eqn.primitive.name)
-            is_layer = eqn.primitive.name in _CHECKPOINTS
+            is_layer = eqn.primitive.name in CHECKPOINTS
             if build and (
                 is_layer or any(_is_loop(eqn, n) for n in range(len(eqn.invars)))
             ):
@@ -240,25 +238,8 @@ class _Loops:
         return build(eqn, inputs) if any(isinstance(x, Stored) for x in inputs) else None
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        start, count = scan_counts(eqn)
-        end = start + count
-        xs = [x.layers() if isinstance(x, Stored) else x for x in inputs[end:]]
-
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = self.evaluate(eqn.params["jaxpr"], [*inputs[:start], *carry, *xs])
-            return outputs[:count], outputs[count:]
-
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, inputs[start:end], xs, **options)
-        return [*carry, *stacked]
-
-    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-
-        def again(inputs: list[Any]) -> list[Any]:
-            return self.evaluate(eqn.params["jaxpr"], inputs)
-
-        return jax.checkpoint(again, **options)(inputs)
+        inputs = [x.layers() if isinstance(x, Stored) else x for x in inputs]
+        return self._interpreter.scan(eqn, inputs)
 
 
 def _as_array(value: Any) -> Any:
@@ -274,7 +255,7 @@ def _reads(eqn: Any, i: int, x: Any) -> bool:
     """Whether an equation is given an input as it is stored."""
     if not isinstance(x, Stored):
         return False
-    if x.is_layer and eqn.primitive.name in _CHECKPOINTS:
+    if x.is_layer and eqn.primitive.name in CHECKPOINTS:
         return True
     return _is_loop(eqn, i) and not x.splits_layers
 
@@ -290,8 +271,8 @@ def _is_loop(eqn: Any, i: int) -> bool:
         inside = open_jaxpr(eqn.params["jaxpr"])
         readers = _readers(inside, inside.invars[i])
         is_part = i >= sum(scan_counts(eqn)) and inside.invars[i] not in inside.outvars
-        return is_part and all(each.primitive.name in _CHECKPOINTS for each, _ in readers)
-    parts = [*jaxprs_in(eqn.params)] if name in ("jit", "cond", *_CHECKPOINTS) else []
+        return is_part and all(each.primitive.name in CHECKPOINTS for each, _ in readers)
+    parts = [*jaxprs_in(eqn.params)] if name in ("jit", "cond", *CHECKPOINTS) else []
     # The first input of a branch is the second of all.
     before = 1 if name == "cond" else 0
     return i >= before and any(

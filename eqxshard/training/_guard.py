@@ -27,8 +27,8 @@ from .rewrite._jaxprs import equations
 #: each, a small model would take longer to check than to update. (On a GPU, an array with
 #: more has a kernel of its own.)
 _SMALL_ON_CPUS, _SMALL_ON_GPUS = 2**13, 2**20
-#: So many gradients of one shape are read together, each with what is made of it: XLA reads
-#: no more than 96 arrays in a kernel.
+#: How many small gradients are read in one kernel, with their parameters and the
+#: optimizer's arrays for them. XLA reads no more than 96 arrays in a kernel.
 _TOGETHER = 20
 #: What makes an update too expensive to be computed twice.
 _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
@@ -204,33 +204,27 @@ def _largest_magnitudes(
 ) -> tuple[list[Array], list[PartitionSpec]]:
     """Arrays that are finite where all of some changed arrays are; and their specs.
 
-    A gradient, its parameter and what the optimizer keeps for it are read in one pass: the
-    arrays of one shape and spec come in the order of the gradients of that kind. So are
-    small arrays of one kind, `_TOGETHER` at a time.
+    The arrays of one place are read in one pass, and so are those of `_TOGETHER` places of
+    one kind, if they are small.
     """
-    kinds = [(new.shape, sharding.spec) for new, _, sharding in changes]
-    gradients = collections.Counter(
-        kind for kind, (_, old, _) in zip(kinds, changes) if old is None
-    )
-    seen: collections.Counter[Any] = collections.Counter()
+    new, old, shardings = zip(*changes)
+    places = _places(new, old, [sharding.spec for sharding in shardings])
     groups: dict[Any, list[Array]] = collections.defaultdict(list)
-    shardings: dict[Any, NamedSharding] = {}
-    for kind, (new, old, sharding) in zip(kinds, changes):
-        place = seen[kind] % max(gradients[kind], 1)
-        seen[kind] += 1
-        is_small = math.prod(sharding.shard_shape(new.shape)) < _SMALL_ON_CPUS
-        group = kind, place // _TOGETHER if is_small else place
-        size = jnp.abs(at_least_float32(new))
-        if old is not None:
-            size = jnp.where(jnp.isfinite(old), size, 0)
+    where: dict[Any, NamedSharding] = {}
+    for (kind, place), leaf, before, sharding in zip(places, new, old, shardings):
+        is_small = math.prod(sharding.shard_shape(leaf.shape)) < _SMALL_ON_CPUS
+        size = jnp.abs(at_least_float32(leaf))
+        if before is not None:
+            size = jnp.where(jnp.isfinite(before), size, 0)
+        group = kind, size.dtype, place // _TOGETHER if is_small else place
         groups[group].append(size)
-        shardings[group] = sharding
+        where[group] = sharding
     # nan is larger than any number to `maximum`.
     largest = [
-        constrain_to(ft.reduce(jnp.maximum, group), shardings[key])
+        constrain_to(ft.reduce(jnp.maximum, group), where[key])
         for key, group in groups.items()
     ]
-    return largest, [sharding.spec for sharding in shardings.values()]
+    return largest, [sharding.spec for sharding in where.values()]
 
 
 def _grouped(masks: list[Array], small: int) -> list[Array]:

@@ -26,7 +26,7 @@ from ._jit import Program
 from ._optimizer import UPDATE
 from ._per_layer import PER_LAYER, is_stacked
 from ._state import TrainState, split_model, without_state
-from .rewrite._jaxprs import all_jaxprs, jaxprs_in, open_jaxpr
+from .rewrite._jaxprs import all_jaxprs, consts_of, jaxprs_in, open_jaxpr
 
 if TYPE_CHECKING:
     from ._step import Call
@@ -223,7 +223,7 @@ def _constants(parts: _Parts) -> Iterator[Finding]:
     """Arrays that the step was not given."""
     for part, _ in parts:
         names = open_jaxpr(part).constvars
-        for name, value in zip(names, getattr(part, "consts", ())):
+        for name, value in zip(names, consts_of(part)):
             if getattr(value, "nbytes", 0) < _LARGE:
                 continue
             users = [x for x in open_jaxpr(part).eqns if any(y is name for y in x.invars)]

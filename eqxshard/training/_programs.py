@@ -4,7 +4,6 @@ Next door, `_build.py` decides which parts those are.
 """
 
 import enum
-import functools
 from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Executor, Future
@@ -18,7 +17,7 @@ from jaxtyping import Array
 
 from .._jax import Literal, context_of, jaxpr_as_fun
 from ..sharding._leaves import as_weak_as, is_key
-from .rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
+from .rewrite._jaxprs import as_jaxpr, consts_of, is_jaxpr, open_jaxpr
 
 #: How many calls may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
@@ -201,8 +200,7 @@ class Identities:
         self, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> Part:
         """Equations as a part."""
-        parts = {"invars": [*inputs], "outvars": [*outputs], "eqns": [*equations]}
-        jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
+        jaxpr = as_jaxpr(equations, inputs, outputs)
         return Part(jaxpr, [*inputs], [*outputs], self._of(jaxpr))
 
     def _of(self, jaxpr: Any) -> int:
@@ -225,7 +223,7 @@ class Identities:
             # JAX has one object for each context, such as of `jax.threefry_partitionable`.
             equations.append((eqn.primitive, params, inputs, context_of(eqn)))
         avals = tuple(variable.aval for variable in places)
-        consts = self._value([*getattr(jaxpr, "consts", ())])
+        consts = self._value([*consts_of(jaxpr)])
         key = (avals, consts, tuple(equations), read(inside.outvars))
         return self._numbers.setdefault(key, len(self._numbers))
 
@@ -263,8 +261,3 @@ def _bits(value: Any) -> Hashable:
     """A number of a literal."""
     array = np.asarray(value)
     return array.dtype, array.tobytes()
-
-
-@functools.cache
-def _empty() -> Any:
-    return jax.make_jaxpr(lambda: ())()

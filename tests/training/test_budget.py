@@ -4,10 +4,10 @@ Operations, memory and communication are compared to what JAX makes of the same 
 written by hand.
 """
 
-import gc
+import importlib
 import os
-import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -27,6 +27,7 @@ OPTIM = lenient(optax.adam(1e-3))
 KEY = jax.random.key(0)
 WIDTH, ROWS = 64, 256
 PACKAGE = os.path.dirname(eqxshard.__file__)
+ROOT = Path(__file__).parents[2]
 
 
 class MLP(eqx.Module):
@@ -87,36 +88,21 @@ def flops(compiled):
     return compiled.cost_analysis()["flops"]
 
 
-def our_frames(function):
+@pytest.fixture
+def frames_of(monkeypatch):
     """How many functions of ours a call enters, and how deep they are nested."""
-    entered, depth, deepest = 0, 0, 0
-
-    def count(frame, event, argument):
-        nonlocal entered, depth, deepest
-        if event in ("call", "return") and frame.f_code.co_filename.startswith(PACKAGE):
-            depth += 1 if event == "call" else -1
-            entered += event == "call"
-            deepest = max(deepest, depth)
-
-    # Or it may close iterators of ours that an earlier test left.
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return entered, deepest
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("_frames").frames_of
 
 
-def test_a_call_is_short_and_does_not_grow_with_the_model(unannotated):
+def test_a_call_is_short_and_does_not_grow_with_the_model(frames_of, unannotated):
     rows = jax.device_put(batch(), batch_sharding(make_mesh("data=1")))
     found = []
     for depth in (2, 12):
         state, train_step = start(depth)
         for _ in range(4):
             state, _ = train_step(state, rows)
-        found.append(our_frames(lambda s=state, t=train_step: t(s, rows)))
+        found.append(frames_of(lambda s=state, t=train_step: t(s, rows)))
     (entered, deepest), other = found
     assert (entered, deepest) == other
     # The call, what runs it, and helpers of that: no more stands in a stack trace.

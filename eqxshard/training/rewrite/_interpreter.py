@@ -40,7 +40,9 @@ Rule = Callable[[Any], Mapping[int, Apply]]
 
 #: Their jaxprs are kernels.
 _KERNELS = ("pallas_call", "custom_partitioning")
-_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_lin")
+_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+#: The names that `jax.checkpoint` has had.
+CHECKPOINTS = ("checkpoint", "remat2")
 
 
 class Interpreter:
@@ -175,9 +177,8 @@ class Interpreter:
         build: Callable[[Any, list[Any]], Any] | None = {
             "jit": None if has_shardings(eqn) else self.jit,
             "closed_call": self._inline,
-            "checkpoint": self._remat,
-            "remat2": self._remat,
-            "scan": self._scan,
+            **dict.fromkeys(CHECKPOINTS, self.checkpoint),
+            "scan": self.scan,
             "while": self._while,
             "cond": self.cond,
         }.get(name)
@@ -207,13 +208,14 @@ class Interpreter:
         part, *_ = jaxprs_in(eqn.params)
         return _result(*self.evaluate(part, inputs))
 
-    def _remat(self, eqn: Any, inputs: list[Any]) -> Any:
+    def checkpoint(self, eqn: Any, inputs: list[Any]) -> Any:
+        """A function in `jax.checkpoint`."""
         params = eqn.params
 
         def again(inputs: list[Any]) -> Any:
             return self.evaluate(params["jaxpr"], inputs)
 
-        if params["differentiated"]:
+        if params["differentiated"] and self._differentiated:
             # As `jax.checkpoint` makes none.
             part, inputs, structure = retrace(again, inputs)
             outputs = bind(eqn, inputs, params | {"jaxpr": part})
@@ -221,7 +223,8 @@ class Interpreter:
         options = {name: params[name] for name in ("prevent_cse", "policy")}
         return _result(*jax.checkpoint(again, **options)(inputs))
 
-    def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
+    def scan(self, eqn: Any, inputs: list[Any]) -> Any:
+        """A loop."""
         start, count = scan_counts(eqn)
         consts, xs = inputs[:start], inputs[start + count :]
         carry = inputs[start : start + count]

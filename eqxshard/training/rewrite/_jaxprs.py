@@ -45,9 +45,14 @@ def run_equations(
     made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
     given = dict.fromkeys(x for eqn in eqns for x in variables(eqn.invars) if x not in made)
     kept = [x for x in made if uses is None or uses.get(x, -1) > last]
-    parts = {"invars": [*given], "outvars": kept, "eqns": [*eqns]}
-    jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), _empty())
+    jaxpr = as_jaxpr(eqns, [*given], kept)
     return dict(zip(kept, jaxpr_as_fun(jaxpr)(*map(read, given)), strict=True))
+
+
+def as_jaxpr(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Equations as a closed jaxpr without constants, from variables to variables."""
+    parts = {"invars": [*inputs], "outvars": [*outputs], "eqns": [*eqns]}
+    return map_jaxpr(lambda empty: empty.replace(**parts), _empty())
 
 
 def evaluate_equation(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -224,7 +229,7 @@ def varying_like(x: Array, aval: Any) -> Array:
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
-def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
+def call_whole(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Call a closed jaxpr in one equation, without looking into it again."""
     inside, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
     if any(isinstance(x, Tracer) for x in consts):
@@ -240,7 +245,7 @@ def call_whole(jaxpr: Any, args: Sequence[Any], name: str) -> list[Any]:
         return [jnp.zeros(x.aval.shape, x.aval.dtype) for x in inside.outvars]
 
     (call,) = open_jaxpr(jax.make_jaxpr(like)(*args)).eqns
-    return bind(call, args, call.params | {"jaxpr": jaxpr, "name": name})
+    return bind(call, args, call.params | {"jaxpr": jaxpr, "name": "rewritten"})
 
 
 def _without_constants(jaxpr: Any) -> Any:

@@ -65,7 +65,7 @@ def run_rewritten(
     The outputs of the function, and those of the rewritten jaxpr after them.
     """
     leaves, structure = jax.tree.leaves(args), jax.tree.structure(out)
-    flat = call_whole(_rewrite_or_leave(rewrite, jaxpr), leaves, "rewritten")
+    flat = call_whole(_rewrite_or_leave(rewrite, jaxpr), leaves)
     count = structure.num_leaves
     return jax.tree.unflatten(structure, flat[:count]), flat[count:]
 
