@@ -137,10 +137,8 @@ def _finite_on_cpus(found: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     largest = jax.lax.optimization_barrier(largest)
 
     def count_bad(largest: list[Array]) -> Int[Array, ""]:
-        bad = _grouped([~jnp.isfinite(each) for each in largest], _SMALL_ON_CPUS)
-        count = ft.reduce(operator.add, [jnp.any(x).astype(jnp.int32) for x in bad])
-        axes = _used_axes(specs, mesh)
-        return jax.lax.psum(count, axes) if axes else count
+        bad = [~jnp.isfinite(each) for each in largest]
+        return _count(bad, _SMALL_ON_CPUS, _used_axes(specs, mesh))
 
     count = jax.shard_map(
         count_bad, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()
@@ -161,16 +159,19 @@ def _finite_on_gpus(found: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
             bad = ~jnp.isfinite(leaf)
             together[place].append(bad if before is None else bad & jnp.isfinite(before))
         masks = [ft.reduce(operator.or_, place) for place in together.values()]
-        found = [
-            jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, _SMALL_ON_GPUS)
-        ]
-        count = ft.reduce(operator.add, found)
-        return jax.lax.psum(count, axes) if axes else count
+        return _count(masks, _SMALL_ON_GPUS, axes)
 
     in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
     replicated = PartitionSpec()
     count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=replicated)
     return count(new, old) == 0
+
+
+def _count(masks: list[Array], small: int, axes: tuple[str, ...]) -> Int[Array, ""]:
+    """In code for each device: how many reductions of masks found something, in all."""
+    found = [jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, small)]
+    count = ft.reduce(operator.add, found)
+    return jax.lax.psum(count, axes) if axes else count
 
 
 def _used_axes(specs: Sequence[PartitionSpec], mesh: Mesh) -> tuple[str, ...]:
