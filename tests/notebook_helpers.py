@@ -26,7 +26,8 @@ def execute(path: Path, folder: str) -> Any:
     nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
     for cell in code_cells(notebook):
         cell.metadata.pop("execution", None)  # When it ran.
-        cell.outputs = [tidy(x) for x in cell.outputs if x.get("name") != "stderr"]
+        outputs = [tidy(x) for x in cell.outputs if x.get("name") != "stderr"]
+        cell.outputs = join_streams(outputs)
     return notebook
 
 
@@ -46,6 +47,20 @@ def tidy(output: Any) -> Any:
         data.pop("text/plain", None)  # Nobody sees it, and it may have addresses.
         data["text/html"] = re.sub(r"  [\d,.]+ examples/s", "", data["text/html"])
     return output
+
+
+def join_streams(outputs: list[Any]) -> list[Any]:
+    """Outputs with text that follows text joined.
+
+    A kernel sends a printed line in two pieces if its timer rings in between.
+    """
+    joined: list[Any] = []
+    for output in outputs:
+        if joined and output.output_type == joined[-1].output_type == "stream":
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def main() -> None:
