@@ -41,11 +41,11 @@ from .training._ema import ema_weights as ema_weights
 from .training._eval_step import make_eval_step as make_eval_step
 from .training._init import abstract_state as abstract_state
 from .training._init import init_state as init_state
-from .training._per_layer import per_layer as per_layer
+from .training._optimizer import per_layer as per_layer
 from .training._precision import Precision as Precision
-from .training._scan_layers import scan_layers as scan_layers
 from .training._state import TrainState as TrainState
 from .training._train_step import make_train_step as make_train_step
+from .training._use import scan_layers as scan_layers
 from .transforms._filter_jit import filter_jit as filter_jit
 from .transforms._shard_map import filter_shard_map as filter_shard_map
 

@@ -11,8 +11,7 @@ import optax
 from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, squared_errors
 
 import eqxshard
-from eqxshard.training.rewrite._interpreter import Interpreter
-from eqxshard.training.rewrite._rewrite import run_rewritten
+from eqxshard.training.rewrite._interpreter import Interpreter, run_rewritten
 
 OPTIM = lenient(optax.adam(1e-2))
 KEY = jax.random.key(0)

@@ -20,8 +20,8 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
+from ..training._advice import explaining_state
 from ..training._donation import check_state_not_donated
-from ..training._memory import explaining_state
 from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys

@@ -31,7 +31,7 @@ from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ..sharding._placement import from_host
-from ..training._device_batches import DeviceBatches
+from ..training._inputs import DeviceBatches
 from ._batches import (
     Arrays,
     ExampleBatches,

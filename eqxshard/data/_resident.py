@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ..sharding._leaves import check_integers
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import from_host
-from ..training._device_batches import DeviceBatches
+from ..training._inputs import DeviceBatches
 from ._batches import ExampleBatches
 
 

@@ -21,10 +21,8 @@ from ..sharding._leaves import array_leaves, is_inexact
 from ..sharding._placement import filter_shard
 from ..sharding._rows import name_rows
 from ..sharding._text import first_few
-from ..training._config import StepConfig
 from ..training._donation import check_state_not_donated
 from ..training._examples import example_loss_weights, has_entry
-from ..training._gradients import compute_gradients
 from ..training._inputs import (
     NOTHING,
     ONE_BATCH,
@@ -33,11 +31,19 @@ from ..training._inputs import (
     check_same,
     placed,
 )
-from ..training._jit import call_jitted, jit_on
-from ..training._layout import StateLayout, fetch_offloaded, make_layout
 from ..training._optimizer import apply_update
-from ..training._state import TrainState, flatten_state, split_model, unflatten_state
+from ..training._state import (
+    StateLayout,
+    TrainState,
+    fetch_offloaded,
+    flatten_state,
+    make_layout,
+    split_model,
+    unflatten_state,
+)
 from ..training._train_step import TrainStep
+from ..training._update import StepConfig, compute_gradients
+from ..training.rewrite._jit import call_jitted, jit_on
 from ..transforms._partition import Static
 from ._values import NAN, Origin, Recorder, earliest
 

@@ -17,8 +17,7 @@ from ..sharding._optimizer_state import StateLeaf, decide_opt_state
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
 from ..training._inputs import mesh_of, sharding_on_mesh
-from ..training._layout import is_offloaded
-from ..training._state import TrainState, split_model, without_state
+from ..training._state import TrainState, is_offloaded, split_model, without_state
 from ._explanation import Bytes, Explanation, Leaf
 
 

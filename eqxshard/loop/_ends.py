@@ -18,8 +18,8 @@ from ..sharding._leaves import is_key
 from ..sharding._rows import describe_batch
 from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
+from ..training._advice import REMEDY, is_out_of_memory, says_what_it_needs
 from ..training._donation import any_donated
-from ..training._memory import REMEDY, is_out_of_memory, says_what_it_needs
 from ..training._state import TrainState, replace
 from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep

@@ -12,7 +12,7 @@ from ..distributed import assert_same_on_all_processes, is_main_process
 from ..sharding._text import say
 from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
-from ..training._metrics import Metrics
+from ..training._examples import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep

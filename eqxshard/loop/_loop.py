@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import allgather_json, is_main_process
-from ..training._metrics import Metrics
+from ..training._examples import Metrics
 from ..training._state import step_of
 from ._batches import Batches
 from ._clock import Clock

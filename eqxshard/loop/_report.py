@@ -12,7 +12,7 @@ import numpy as np
 from .._errors import UsageTypeError
 from ..data._order import Steps
 from ..trackers._tracker import Image, Tracker, Value
-from ..training._metrics import Metrics
+from ..training._examples import Metrics
 from ._clock import Clock, goodput
 from ._skipped import Skipped
 

@@ -24,12 +24,12 @@ from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
-from ..training._layout import (
+from ..training._state import (
+    TrainState,
     is_offloaded,
     repeated_axes,
     unused_axes,
 )
-from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._backends import find_devices
 from ._modules import compile_step

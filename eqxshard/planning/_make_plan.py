@@ -13,9 +13,9 @@ from .._errors import UsageError
 from ..sharding._files import local_path
 from ..sharding._mesh import AXES, no_such_axis, resolve_sizes
 from ..sharding._rule import Rule
-from ..training._config import Nonfinite
 from ..training._optimizer import check_optim
 from ..training._precision import Precision
+from ..training._update import Nonfinite
 from ._backends import check_whole_hosts, find_backend
 from ._plan import Plan
 from ._process import Request, dump_request, run

@@ -12,7 +12,7 @@ from ..compiled._lowered import LoweredStep, unsplit_axes
 from ..inspect._functions import lower_function
 from ..sharding._spec import spec_axes
 from ..sharding._text import first_few
-from ..training._layout import describe_repeated
+from ..training._state import describe_repeated
 from ._backends import check_whole_hosts, find_backend
 from ._modules import dump_module
 from ._plan import Plan

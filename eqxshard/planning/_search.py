@@ -14,8 +14,8 @@ from .._errors import UsageError
 from ..sharding._mesh import used_axes
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean, format_mesh
-from ..training._config import Nonfinite
 from ..training._precision import Precision
+from ..training._update import Nonfinite
 from ._backends import find_backend
 from ._make_plan import make_request
 from ._plan import Plan

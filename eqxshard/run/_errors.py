@@ -11,8 +11,7 @@ from .._errors import ON_PURPOSE
 from .._parser import is_stdout_closed
 from ..distributed import exit_process
 from ..sharding._text import say
-from ..training._advice import shorten_traceback
-from ..training._memory import is_out_of_memory
+from ..training._advice import is_out_of_memory, shorten_traceback
 
 
 @contextlib.contextmanager

@@ -38,13 +38,13 @@ from ..loop._ready_callbacks import (
 )
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
-from ..training._config import Nonfinite
 from ..training._ema import ema_model
 from ..training._eval_step import EvalStep
-from ..training._metrics import Metrics
+from ..training._examples import Metrics
 from ..training._precision import Precision
 from ..training._state import map_models
 from ..training._train_step import make_train_step
+from ..training._update import Nonfinite
 from ._config import MakeOptim, RunConfig, make_optimizer
 
 MakeModel = Callable[[Any], PyTree]

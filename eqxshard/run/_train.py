@@ -39,13 +39,12 @@ from ..sharding._text import comma_list, say
 from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
-from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import init_state
-from ..training._layout import unused_axes
 from ..training._precision import Precision
-from ..training._state import states_of, step_of
+from ..training._state import states_of, step_of, unused_axes
 from ..training._train_step import TrainStep
+from ..training._update import Nonfinite
 from ._config import MakeOptim, RunConfig, last_step, parse_profile
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (

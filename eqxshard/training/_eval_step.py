@@ -16,6 +16,7 @@ from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
 from ._advice import check_takes
 from ._examples import (
+    Metrics,
     check_metric_names,
     check_scalars,
     example_weights,
@@ -25,7 +26,6 @@ from ._examples import (
     total_weight,
 )
 from ._inputs import ONE_BATCH, Signature, mesh_of, several_batches
-from ._metrics import Metrics
 from ._precision import Precision
 from ._state import refuse_state, with_state, without_state
 from ._step import Key, StepMachine, Variant

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..sharding._explicit import auto_mesh, constrain_to
 from ..sharding._leaves import is_inexact
@@ -19,8 +19,7 @@ from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import spec_axes
 from ..transforms._dtypes import at_least_float32
-from ._gradients import Gradients
-from ._layout import StateLayout
+from ._state import StateLayout
 from .rewrite._jaxprs import equations
 
 #: Arrays with fewer elements on each device are checked together: with a reduction for
@@ -37,10 +36,12 @@ _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "s
 def guard_update(
     update: Callable[[], PyTree],
     old: PyTree,
-    gradients: Gradients,
+    grads: PyTree,
+    loss: Float[Array, ""],
     layout: StateLayout,
     *,
     check: bool,
+    is_step: Bool[Array, ""] | None,
 ) -> tuple[PyTree, Bool[Array, ""]]:
     """The values that a step writes: the update, or the old values where it must not.
 
@@ -50,15 +51,16 @@ def guard_update(
 
     - `update`: computes the new parameters, optimizer state and model state.
     - `old`: these three before the step.
-    - `gradients`, `layout`: of the step.
+    - `grads`, `loss`, `layout`: of the step.
     - `check`: whether the update must be finite.
+    - `is_step`: whether the loss of an example counts; `None` if all count.
 
     **Returns:**
 
     The new or the old values, bit for bit; and whether the loss, the gradients and the
     update are finite, or need not be.
     """
-    if not check and gradients.is_step is None:
+    if not check and is_step is None:
         return update(), jnp.array(True)
     arrays, static = eqx.partition(old, eqx.is_array)
     # Traced once, and called twice.
@@ -66,10 +68,10 @@ def guard_update(
     new, finite = compute(), jnp.array(True)
     if check:
         places = layout.update, layout.opt_state, layout.replicated
-        finite = gradients_fit(gradients, layout, _changes(new, arrays, places))
+        finite = gradients_fit(grads, loss, layout, _changes(new, arrays, places))
     writes = finite
-    if gradients.is_step is not None:
-        writes, finite = finite & gradients.is_step, finite | ~gradients.is_step
+    if is_step is not None:
+        writes, finite = finite & is_step, finite | ~is_step
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update of large arrays is
@@ -78,7 +80,7 @@ def guard_update(
         # arrays are kept: to compile their update again takes longer than to copy them.
         jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
-        is_kept = expensive or jaxpr.effects or _are_small(gradients, layout)
+        is_kept = expensive or jaxpr.effects or _are_small(grads, layout)
         kept = jax.lax.cond(writes, (lambda: new) if is_kept else compute, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.
@@ -86,11 +88,11 @@ def guard_update(
     return eqx.combine(kept, static), finite
 
 
-def _are_small(gradients: Gradients, layout: StateLayout) -> bool:
+def _are_small(grads: PyTree, layout: StateLayout) -> bool:
     """Whether the mean gradient has few elements on each device."""
     sizes = [
         math.prod(sharding.shard_shape(grad.shape))
-        for grad, _, sharding in _changes(gradients.grads, None, layout.update)
+        for grad, _, sharding in _changes(grads, None, layout.update)
     ]
     return sum(sizes) < len(sizes) * _SMALL_ON_CPUS
 
@@ -100,11 +102,11 @@ Change = tuple[Array, Array | None, NamedSharding]
 
 
 def gradients_fit(
-    gradients: Gradients, layout: StateLayout, more: Sequence[Change] = ()
+    grads: PyTree, loss: Float[Array, ""], layout: StateLayout, more: Sequence[Change] = ()
 ) -> Bool[Array, ""]:
     """Whether the loss and the gradients are finite, and what else is checked with them."""
-    changes = [*_changes(gradients.grads, None, layout.update), *more]
-    return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
+    changes = [*_changes(grads, None, layout.update), *more]
+    return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(loss)
 
 
 def _changes(

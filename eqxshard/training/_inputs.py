@@ -1,8 +1,9 @@
 """What a compiled step is given beside its state.
 
 That is what it keeps, such as a model to measure or a teacher, of which it depends on a
-`Signature`; and a batch, stacked batches, or rows of a resident dataset. Each kind of
-batches is a class with the same methods, so that steps treat them alike.
+`Signature`; and a batch, stacked batches, or rows of a resident dataset, from which a step
+gathers batches for itself. Each kind of batches is a class with the same methods, so that
+steps treat them alike.
 """
 
 import functools as ft
@@ -11,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
 from .._jax import Tracer
 from ..distributed import allgather_json, spans_processes
+from ..sharding._batch_weights import WEIGHT
 from ..sharding._leaves import GRAPHS, check_dtypes, check_integers, is_key, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
@@ -27,10 +30,38 @@ from ..sharding._mesh import (
     describe_mesh,
     format_sharding,
 )
+from ..sharding._placement import filter_shard
 from ..transforms._partition import Static, partition
-from ._device_batches import DeviceBatches
 from ._donation import check_not_donated
-from .rewrite._rewrite import looks_for_nan
+from .rewrite._interpreter import looks_for_nan
+
+
+class DeviceBatches(eqx.Module):
+    """Batches that a step gathers for itself, from a dataset that is on its devices.
+
+    [`eqxshard.Loader.stacked`][] makes these for `train_step.many` and `eval_step.many`.
+
+    - `examples`: the dataset, whole on each device.
+    - `rows`: which examples each step takes.
+    - `weight`: if the loader pads, how much each of them counts.
+    - `count`: the number of steps to take; there is room for `len(rows)`.
+    """
+
+    examples: dict[str, Array]
+    rows: Int[Array, "steps batch"]
+    weight: Float[Array, "steps batch"] | None
+    count: Int[Array, ""]
+
+    def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
+        """The batch of one of the steps."""
+        rows = self.rows[step]
+        batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
+        if self.weight is not None:
+            weight = self.weight[step]
+            if WEIGHT in batch:
+                weight = jnp.where(weight == 0, weight, batch[WEIGHT])
+            batch[WEIGHT] = weight
+        return filter_shard(batch, batch_sharding(mesh))
 
 
 @dataclass(frozen=True)

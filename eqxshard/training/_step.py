@@ -21,13 +21,21 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._compiles import MAX_PROGRAMS, CompileLog, function_name
-from ._advice import shorten_traceback
+from ._advice import (
+    Memory,
+    arguments_of,
+    explaining_state,
+    is_out_of_memory,
+    says_what_it_needs,
+    shorten_traceback,
+)
 from ._donation import (
     check_not_donated,
     check_state_not_donated,
     copy_shared,
     donatable,
 )
+from ._examples import Metrics
 from ._inputs import (
     NOTHING,
     Signature,
@@ -37,17 +45,9 @@ from ._inputs import (
     is_elsewhere,
     placed,
 )
-from ._jit import Program, call_jitted, jit_on
-from ._memory import (
-    Memory,
-    arguments_of,
-    explaining_state,
-    is_out_of_memory,
-    says_what_it_needs,
-)
-from ._metrics import Metrics
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
+from .rewrite._jit import Program, call_jitted, jit_on
 
 #: Two keep a device busy while the host prepares the next. More only hold memory, and
 #: simulated CPU devices, whose collectives share one pool of threads, deadlock after some

@@ -16,17 +16,14 @@ from .._errors import NonfiniteError, UsageError, UsageTypeError
 from ..compiled._findings import Lint
 from ..sharding._leaves import array_leaves
 from ..sharding._rule import Rule
-from ._config import Nonfinite, StepConfig
-from ._device_batches import DeviceBatches
-from ._inputs import ONE_BATCH, several_batches
-from ._layout import make_layout
-from ._make_model import check_has_arrays
-from ._metrics import Metrics
+from ._examples import Metrics
+from ._init import check_has_arrays
+from ._inputs import ONE_BATCH, DeviceBatches, several_batches
 from ._optimizer import check_numbers, check_optim, is_optimizer
 from ._precision import Precision
-from ._state import TrainState, split_model
+from ._state import TrainState, make_layout, split_model
 from ._step import Key, StepMachine, Variant
-from ._update import train_step
+from ._update import Nonfinite, StepConfig, train_step
 
 
 def make_train_step(

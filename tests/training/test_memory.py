@@ -8,7 +8,7 @@ import step_helpers
 from helpers import make_batch, squared_errors
 
 import eqxshard
-from eqxshard.training import _memory, _step
+from eqxshard.training import _advice, _step
 
 #: What JAX says on GPUs.
 GPU = (
@@ -118,4 +118,4 @@ def test_a_state_that_cannot_be_made_is_not_the_steps_fault():
     ],
 )
 def test_errors_of_memory_are_known(error, expected):
-    assert _memory.is_out_of_memory(error) == expected
+    assert _advice.is_out_of_memory(error) == expected

@@ -24,9 +24,7 @@ from jaxtyping import Array, Int
 from ..._errors import UsageError
 from ..._jax import dce_jaxpr, jaxpr_as_fun
 from ...distributed import allgather_json
-from ._error_if import Checked, has_checks, raising
-from ._interpreter import Apply, Rule
-from ._jaxprs import in_scope, map_jaxpr, open_jaxpr
+from ._jaxprs import Apply, Rule, equations, in_scope, map_jaxpr, open_jaxpr
 
 #: The number of a failed check is its position, from 1, times this, plus the position of
 #: its message.
@@ -170,3 +168,49 @@ def without_unused(jaxpr: Any) -> Any:
     if not has_checks(jaxpr):
         return jaxpr
     return map_jaxpr(lambda part: dce_jaxpr(part, True, True)[0], jaxpr)
+
+
+# Checks in jaxprs
+
+#: Equinox's function that raises: it gets the position of a message.
+_RAISES = "_error.<locals>.raises"
+
+
+class Checked(NamedTuple):
+    """The outputs of an equation in which something was checked.
+
+    - `outputs`: the outputs.
+    - `failed`: the number of the first check that failed, or 0.
+    """
+
+    outputs: list[Any]
+    failed: Int[Array, ""]
+
+
+def has_checks(jaxpr: Any) -> bool:
+    """Whether something is checked in a jaxpr, or in one inside of it."""
+    return any(map(raises, equations(jaxpr)))
+
+
+def raises(eqn: Any) -> bool:
+    """Whether an equation calls Equinox's function that raises."""
+    callback = getattr(eqn.params.get("callback"), "callback_func", None)
+    return (
+        eqn.primitive.name == "pure_callback"
+        and getattr(callback, "__module__", None) == eqx.error_if.__module__
+        and getattr(callback, "__qualname__", None) == _RAISES
+    )
+
+
+def raising(eqn: Any) -> int | None:
+    """If an equation is a check, the position of the one that raises, in its branch."""
+    if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
+        return None
+    inside = open_jaxpr(eqn.params["branches"][1]).eqns
+    return next((i for i, each in enumerate(inside) if raises(each)), None)
+
+
+def first_failed(*numbers: Int[Array, "..."]) -> Int[Array, ""]:
+    """The first number that is not 0, if there is one."""
+    all_numbers = jnp.concatenate([jnp.zeros(1, jnp.int32), *map(jnp.ravel, numbers)])
+    return all_numbers[jnp.argmax(all_numbers != 0)]

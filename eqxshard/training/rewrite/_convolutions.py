@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from ..._jax import Literal
 from ...compiled._findings import REWRITTEN
-from ._interpreter import Apply
+from ._jaxprs import Apply
 
 #: The types that XLA's own kernel for convolutions takes.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -1,4 +1,4 @@
-"""The rule `guard_partitioner`: programs that XLA would split wrongly, split rightly.
+"""The rules against what XLA splits wrongly: `guard_partitioner` and `sum_tables_whole`.
 
 Plain `jax.jit` has these faults, on CPUs and on GPUs (seen with JAX 0.10.2 and 0.12.0; the
 page "What XLA gets wrong" has the reports):
@@ -15,27 +15,35 @@ page "What XLA gets wrong" has the reports):
     may abort (gradients of sorts of rows).
 
     So these are padded here, with updates that change nothing.
+- The gradient of `table[tokens]` is a scatter-add of one row per token. If it is
+    constrained to where a table is stored that is split over an axis of the batch, XLA may
+    move activation gradients: every device gathers those of the whole batch.
+
+    So it is constrained to whole first: each device scatters the rows of its own tokens,
+    and tables are summed. That is one sum of the whole table where XLA makes no
+    reduce-scatter of it, so all other gradients are left alone.
 
 Where XLA would be right, the program stays as it is, or sends no more than before. Each
 guard can go when XLA is mended.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ..._jax import mesh_of
+from ..._jax import Literal, bind, mesh_of
 from ...compiled._findings import REWRITTEN
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._mesh import batch_axes
-from ._interpreter import Apply, Rule
-from ._jaxprs import varying_like
+from ...sharding._placement import compute_sharding
+from ._jaxprs import Apply, Rule, jaxprs_in, open_jaxpr, varying_like
 
 _ANY = PartitionSpec.UNCONSTRAINED
 _SCATTERS = {"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
@@ -261,3 +269,116 @@ _GUARDS = {
     "conv_general_dilated": _guard_convolution,
     **dict.fromkeys(_SCATTERS, _guard_scatter),
 }
+
+
+# Gradients of tables
+
+_GRADIENT = "eqxshard_gradient"
+#: Operations that a gradient of a table may go through after the scatter.
+_MOVES = (
+    "add_any",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "dynamic_slice",
+    "mul",
+    "name",
+    "neg",
+    "pad",
+    "reshape",
+    "select_n",
+    "sharding_constraint",
+    "slice",
+    "squeeze",
+    "transpose",
+)
+
+
+def mark_gradient(grad: Array) -> Array:
+    """The gradient of a parameter; the next operation constrains it to its storage."""
+    return checkpoint_name(grad, _GRADIENT)
+
+
+def sum_tables_whole(jaxpr: Any) -> dict[int, Apply]:
+    """The rule for sums with gradients of lookups, and for gradients that are one."""
+    made_by = _made_by(jaxpr)
+    #: By gradient of a lookup, the sharding to sum it in.
+    whole: dict[Any, NamedSharding] = {}
+    for eqn in jaxpr.eqns:
+        mark = _maker(eqn.invars[0], made_by) if _is_constraint(eqn) else None
+        if mark is not None and _is_mark(mark):
+            lookups = _lookups(mark.invars[0], made_by)
+            whole.update(dict.fromkeys(lookups, compute_sharding(eqn.params["sharding"])))
+
+    def pick(eqn: Any) -> Apply:
+        places = [whole.get(x) for x in eqn.invars]
+
+        def apply(inputs: list[Any]) -> list[Any]:
+            pairs = zip(inputs, places, strict=True)
+            return bind(eqn, [_constrain(x, place) for x, place in pairs], eqn.params)
+
+        return apply
+
+    readers = ("add_any", "name")
+    return {
+        i: pick(eqn)
+        for i, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name in readers and not whole.keys().isdisjoint(eqn.invars)
+    }
+
+
+def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
+    if sharding is None:
+        return x
+    with jax.named_scope(REWRITTEN):
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _made_by(jaxpr: Any) -> dict[Any, Any]:
+    return {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+
+
+def _maker(x: Any, made_by: dict[Any, Any]) -> Any:
+    """The equation that makes an array, if there is one."""
+    return None if isinstance(x, Literal) else made_by.get(x)
+
+
+def _is_constraint(eqn: Any) -> bool:
+    return eqn.primitive.name == "sharding_constraint"
+
+
+def _is_mark(eqn: Any) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == _GRADIENT
+
+
+def _lookups(x: Any, made_by: dict[Any, Any]) -> Iterator[Any]:
+    """The terms of a gradient that are scattered; a table may also make the logits."""
+    eqn = _maker(x, made_by)
+    if eqn is not None and eqn.primitive.name == "add_any":
+        for term in eqn.invars:
+            yield from _lookups(term, made_by)
+    elif _is_scattered(x, made_by):
+        yield x
+
+
+def _is_scattered(x: Any, made_by: dict[Any, Any]) -> bool:
+    """Whether a gradient is a scatter-add, or a sum with one."""
+    pending, seen = [x], set()
+    while pending:
+        x = pending.pop()
+        eqn = _maker(x, made_by)
+        if eqn is None or x in seen:
+            continue
+        seen.add(x)
+        if eqn.primitive.name == "scatter-add":
+            return True
+        if eqn.primitive.name in _MOVES:
+            pending += eqn.invars
+        for part in map(open_jaxpr, jaxprs_in(eqn.params)):
+            # A call, a loop or a branch, whose results are those of the jaxpr inside.
+            if len(part.outvars) == len(eqn.outvars):
+                inside = part.outvars[eqn.outvars.index(x)]
+                if _is_scattered(inside, _made_by(part)):
+                    return True
+    return False

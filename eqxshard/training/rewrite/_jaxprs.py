@@ -1,4 +1,4 @@
-"""Walking through jaxprs, and making equations of functions."""
+"""Walking through jaxprs, making equations of functions, and the type of a `Rule`."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +21,11 @@ from ..._jax import (
     varies_along,
 )
 from ...compiled._findings import REWRITTEN
+
+#: From the inputs of an equation to its outputs.
+Apply = Callable[[list[Any]], Any]
+#: From an open jaxpr to functions for the equations that it picks, by their position.
+Rule = Callable[[Any], Mapping[int, Apply]]
 
 
 def run_equations(

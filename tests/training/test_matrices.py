@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard.testing import collectives
-from eqxshard.training.rewrite._owners import _find_owners
+from eqxshard.training._optimizer import _find_owners
 
 KEY = jax.random.key(0)
 WIDTH = 16
