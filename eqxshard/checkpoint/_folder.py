@@ -28,6 +28,8 @@ from ..sharding._files import (
     as_text,
     is_remote,
     read_bytes,
+    sync,
+    sync_all,
     with_retries,
     writable_path,
 )
@@ -219,10 +221,17 @@ class CheckpointFolder:
         return {"description": None, "damaged": [*damages.items()], "error": error}
 
     def complete(self, description: dict[str, Any]) -> None:
-        """Complete a checkpoint whose arrays are written."""
+        """Complete a checkpoint whose arrays are written.
+
+        On return a loss of power leaves it whole, so that older ones may be removed.
+        """
         folder = self.at(description["step"])
         (folder / FILE).write_text(json.dumps(description, indent=1) + "\n")
+        if not is_remote(folder):
+            sync_all(folder)
         write_checksums(folder)
+        if not is_remote(folder):
+            sync(self.path)
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
@@ -252,6 +261,9 @@ class CheckpointFolder:
                 if self.claimed:
                     _LOG.warning(GONE, self.path, "its checkpoints")
                 _mark(self.path, _MARK_TEXT)
+                # It, and folders above, may be new.
+                for each in () if is_remote(self.path) else self.path.parents:
+                    sync(each)
             fault = self.lock.acquire()
             # Else its half-written checkpoints are not ours to remove.
             self.claimed = fault is None
@@ -370,12 +382,12 @@ def _entries(folder: Any) -> list[Any]:
 
 
 def _has_mark(folder: Any, text: str) -> bool:
-    """Whether a folder has a mark, or the beginning of one, as a full disk leaves it."""
+    """Whether a folder has a mark, or what a full disk or a loss of power leaves of it."""
     mark = folder / _MARK
     if os.path.islink(mark):
         return False
     try:
-        return text.encode().startswith(read_bytes(mark))
+        return text.encode().startswith(read_bytes(mark).rstrip(b"\0"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
 
@@ -393,6 +405,9 @@ def _mark(folder: Any, text: str) -> None:
     except FileExistsError:
         if not _has_mark(folder, text):
             raise
+    # Before anything is written there, which could not be removed without it.
+    sync(folder / _MARK)
+    sync(folder)
 
 
 def _remove(folder: Any) -> None:
@@ -401,6 +416,8 @@ def _remove(folder: Any) -> None:
         if path.name in _OURS and not os.path.islink(path):
             remove = path.rmtree if path.is_dir() else path.unlink
             remove(missing_ok=True)
+    if not is_remote(folder):
+        sync(folder)
     # Last, so that the rest of what is interrupted here can be removed, too.
     (folder / _MARK).unlink(missing_ok=True)
     if not is_remote(folder):

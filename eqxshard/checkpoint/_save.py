@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..distributed import is_main_process
-from ..sharding._files import is_remote, write_at_once
+from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
 from ._object_store import ARRAYS, context, kvstore
 from ._orbax import complete, part_of_process
@@ -83,7 +83,10 @@ class Save:
         import tensorstore as ts
 
         base = part_of_process(self._folder)
-        write_parts(self._parts, base, ts.Context(), atomic=True)
+        # TensorStore would wait for the disk after each batch.
+        settings = ts.Context({"file_io_sync": False})
+        write_parts(self._parts, base, settings, atomic=True)
+        sync_all(base["base"]["path"])
 
     def _wait_for_others(self, marks: Any, seconds: float) -> str | None:
         """Wait until every process has written; return a sentence if one could not."""
