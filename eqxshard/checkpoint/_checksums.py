@@ -25,7 +25,7 @@ from ..sharding._files import (
 #: The file that marks a folder as complete, with a line for every other file.
 CHECKSUMS = "checksums.txt"
 #: The files that TensorStore verifies: chunks in an object store, or of a process.
-_VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c/d/")
+_VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c\w*/d/")
 #: Those that are no larger are hashed nevertheless.
 _SMALL_BYTES = 2**20
 

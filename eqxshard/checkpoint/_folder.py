@@ -64,6 +64,9 @@ _OURS = (
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
 
+#: The folders of checkpoints that this process is writing, by any of its checkpointers.
+_BEING_WRITTEN: set[str] = set()
+
 
 class CheckpointFolder:
     """A folder with a complete folder for each step that was saved.
@@ -80,6 +83,8 @@ class CheckpointFolder:
         #: How the checkpoints that were found damaged are, by their steps.
         self.damaged: dict[int, str] = {}
         self.claimed = False
+        #: Where in `_BEING_WRITTEN` this one is.
+        self._written = ""
         #: The steps that were there when the folder was last listed.
         self._listed: list[int] = []
 
@@ -232,6 +237,7 @@ class CheckpointFolder:
         write_checksums(folder)
         if not is_remote(folder):
             sync(self.path)
+        self.end()
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
@@ -291,9 +297,13 @@ class CheckpointFolder:
     def make(self, step: int) -> None:
         """Make a folder for a step; one of ours that is there is removed.
 
-        Raises `OSError` if something else is there.
+        It is left alone until `complete` or `end`. Raises `OSError` if something else is
+        there.
         """
         folder = self.at(step)
+        written = os.fspath(folder) if is_remote(folder) else os.path.realpath(folder)
+        if written in _BEING_WRITTEN:
+            raise OSError(f"{folder} is being written already; wait for that save")
         if self._is_ours(step):
             # What else is in it may stay, but not in the places of our files.
             names = [path.name for path in folder.iterdir() if os.path.islink(path)]
@@ -307,7 +317,13 @@ class CheckpointFolder:
                 "a folder of its own"
             )
         self.remove(step)
+        self._written = written
+        _BEING_WRITTEN.add(written)
         _mark(folder, _STEP_TEXT.format(step))
+
+    def end(self) -> None:
+        """Nothing is written any more to the folder that was made last."""
+        _BEING_WRITTEN.discard(self._written)
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step, if there is one of ours."""
@@ -318,7 +334,9 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove checkpoints whose writing was interrupted."""
         for path in self.path.iterdir():
-            if _is_step(path.name) and not is_complete(path):
+            at = os.fspath(path) if is_remote(path) else os.path.realpath(path)
+            is_left = _is_step(path.name) and at not in _BEING_WRITTEN
+            if is_left and not is_complete(path):
                 self.remove(int(path.name))
 
 

@@ -4,6 +4,7 @@ Each chunk carries its CRC-32C, which TensorStore compares whenever somebody rea
 """
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -121,7 +122,12 @@ def _cut_length(length: int, *, evenly: bool) -> int:
 
 
 def write_parts(
-    parts: dict[str, Part], base: Mapping[str, Any], settings: Any, *, atomic: bool
+    parts: dict[str, Part],
+    base: Mapping[str, Any],
+    settings: Any,
+    given_up: threading.Event,
+    *,
+    atomic: bool,
 ) -> None:
     """Write each part into its own Zarr array, and forget it.
 
@@ -130,6 +136,7 @@ def write_parts(
     - `parts`: the parts, by the paths of their arrays; empty at the end.
     - `base`: where to write, as TensorStore names it.
     - `settings`: TensorStore's context.
+    - `given_up`: once it is set, `OSError` is raised after a batch.
     - `atomic`: whether TensorStore commits many writes at once, which OCDBT is made for.
     """
     import tensorstore as ts
@@ -137,6 +144,8 @@ def write_parts(
     size = sum(each.nbytes for part in parts.values() for _, each in part.shards)
     slabs = _slabs(parts)
     while batch := [*_take(slabs, max(_BATCH_BYTES, size // _MOST_BATCHES))]:
+        if given_up.is_set():
+            raise OSError("the save was given up")
         transaction = ts.Transaction(atomic=True) if atomic else None
         opened = {
             path: ts.open(
