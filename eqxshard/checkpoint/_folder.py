@@ -36,7 +36,7 @@ from ..sharding._files import (
 from ..sharding._text import GONE
 from ._arrays import DamageError
 from ._checksums import CHECKSUMS, invalidate, is_complete, verify, write_checksums
-from ._description import FILE, parse_description
+from ._description import FILE, FormatError, parse_description
 from ._lock import FILE as LOCK
 from ._lock import FolderLock, is_lock
 from ._object_store import ARRAYS
@@ -153,6 +153,8 @@ class CheckpointFolder:
         self.damaged.update(found["damaged"])
         if found.get("unread"):
             raise OSError(self._unread(found["unread"]))
+        if found.get("later"):
+            raise UsageError(found["later"])
         if found["description"] is None:
             kind = UsageError if found["damaged"] else UsageFileError
             raise kind(found["error"])
@@ -211,6 +213,9 @@ class CheckpointFolder:
                 if damage is None:
                     found = self.description(candidate)
                     return {"description": found, "damaged": [*damages.items()]}
+            except FormatError as error:
+                later = f"{self.name(candidate)} cannot be read: {error}"
+                return {"later": later, "damaged": [*damages.items()]}
             except (FileNotFoundError, ValueError) as error:
                 damage = str(error)
             damages[candidate] = damage
