@@ -356,7 +356,13 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
     from etils import epath
 
     if not is_remote(path):
-        return epath.Path(writable_path(path, "the folder of checkpoints"))
+        local = writable_path(path, "the folder of checkpoints")
+        if os.sep == "/" and "\\" in os.fspath(local):
+            raise UsageError(
+                f"the folder of checkpoints, {os.fspath(local)!r}, has a backslash, which "
+                "TensorStore takes for a slash; give another name."
+            )
+        return epath.Path(local)
     import fsspec
     from fsspec.config import conf
 

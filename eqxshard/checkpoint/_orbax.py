@@ -71,7 +71,9 @@ def _merge(state: Any, save: str) -> None:
         ts.KvStore.open(ocdbt(part), context=settings)
         .result()
         .experimental_copy_range_to(whole.with_transaction(transaction))
-        for part in state.glob(f"ocdbt.process_*_{save}")
+        # Not `glob`, which the folder's own name could mislead.
+        for part in state.iterdir()
+        if part.name.startswith("ocdbt.process_") and part.name.endswith(f"_{save}")
     ]
     for copy in copies:
         copy.result()
