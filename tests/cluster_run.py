@@ -1,11 +1,13 @@
 """A small training run that resumes, for the tests of several processes."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from power import Disk
 
 import eqxshard
 
@@ -85,10 +88,20 @@ def main() -> None:
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
     parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
+    parser.add_argument("--disk", help="a folder, to record what is synced")
     parser.add_argument("--address")
     parser.add_argument("--process", type=int)
     parser.add_argument("--processes", type=int)
     args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        if args.disk:
+            disk = Disk(Path(args.folder) / "checkpoints", Path(args.disk))
+            stack.enter_context(disk.recording())
+        train(args)
+
+
+def train(args: argparse.Namespace) -> None:
+    """The run itself."""
     eqxshard.initialize(
         args.address,
         args.processes,

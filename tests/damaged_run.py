@@ -31,8 +31,8 @@ def main() -> None:
         checkpointer.save(state(step))
         checkpointer.wait()
     if jax.process_index() == 0:
-        part = folder / "1" / "state" / "ocdbt.process_1_crc32c" / "d"
-        file = max(part.iterdir(), key=lambda file: file.stat().length)
+        files = (folder / "1" / "state").glob("ocdbt.process_1_*/d/*")
+        file = max(files, key=lambda file: file.stat().length)
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(bytes(content))

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 from cluster_run import EXAMPLES, examples_of
+from power import Disk
 from process_helpers import started, workers_of
 from test_distributed import SCRIPT, SETTINGS, arrays_of, lines_of
 
@@ -62,6 +63,7 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
         self.log = folder / "log.txt"
+        self.disk = Disk(folder / "checkpoints", folder / "safe")
         self.launcher: subprocess.Popen[str] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -79,7 +81,7 @@ class Run:
         log = self._stack.enter_context(self.log.open("a"))
         log.write("eqxshard.launch: starting again, by hand\n")
         log.flush()
-        words = (*COMMAND, self.folder, *OPTIONS, *options)
+        words = (*COMMAND, self.folder, *OPTIONS, f"--disk={self.disk.safe}", *options)
         starting = started(words, env=SETTINGS, stdout=log, stderr=subprocess.STDOUT)
         self.launcher = self._stack.enter_context(starting)
 
@@ -209,9 +211,28 @@ def damage(run: Run, rng: random.Random) -> str:
     return f"{said}; {how}: {file.relative_to(run.folder / 'checkpoints')}"
 
 
+def lose_power(run: Run, rng: random.Random) -> str:
+    """All, or some, of what was not synced is lost; the newest or the one before is not."""
+    said = _signal_each(run, signal.SIGKILL)
+    _wait_until_gone(run)
+    before = [int(path.name) for path in run.complete()]
+    if not before:
+        return said
+    left, folder = run.folder / "left", run.disk.root
+    how = rng.choice(["all", "some"])
+    run.disk.lose(left, rng if how == "some" else None)
+    shutil.rmtree(folder)
+    left.rename(folder)
+    run.disk.start_again()
+    after = [int(path.name) for path in run.complete()]
+    assert {*before[-2:]} & {*after}, f"{after} is left of {before}"
+    return f"{said}; power lost, and {how} of what was not synced: {before}, then {after}"
+
+
 FAULTS = (
     *(kill_one, kill_one, kill_both, kill_launcher, terminate, terminate_one, ctrl_c),
     *(pause, pause, full_disk, full_disk, failing_reads, damage, damage),
+    *(lose_power, lose_power),
 )
 
 

@@ -73,3 +73,19 @@ def test_a_run_with_a_process_that_hangs_is_ended_and_starts_again(tmp_path, who
     assert re.search(says, out), out
     assert "resuming from step 5 in 2 processes" in out
     assert_same(tmp_path, whole)
+
+
+def test_a_save_that_one_process_fails_is_ended_in_the_other_and_can_be_repeated(tmp_path):
+    """Nothing is written any more when what was written is removed."""
+    script = Path(__file__).parent / "given_up_run.py"
+    command = [sys.executable, "-m", "eqxshard.launch", "--processes=2", script]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    status, out, err = finished([*command, tmp_path / "run"], env=env)
+    assert status == 0, out + err
+    for process in (0, 1):
+        says = rf"\[{process}\] failed: the checkpoint of step 0 could not be written .*: "
+        assert re.search(says + "process 1: ", out), out + err
+        assert f"[{process}] restored: {{2.0}}" in out, out + err
+    assert "[0] stopped early: True" in out
+    assert "[0] left: ['eqxshard.txt', 'lock']" in out
+    assert "[0] parts: 2 of 1 save" in out

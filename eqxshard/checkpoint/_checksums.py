@@ -13,12 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ..sharding._files import odd_file, read_bytes, with_retries, write_at_once
+from ..sharding._files import (
+    is_remote,
+    odd_file,
+    read_bytes,
+    sync,
+    with_retries,
+    write_at_once,
+)
 
 #: The file that marks a folder as complete, with a line for every other file.
 CHECKSUMS = "checksums.txt"
 #: The files that TensorStore verifies: chunks in an object store, or of a process.
-_VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c/d/")
+_VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c\w*/d/")
 #: Those that are no larger are hashed nevertheless.
 _SMALL_BYTES = 2**20
 
@@ -31,13 +38,17 @@ def write_checksums(folder: Any) -> None:
     - `folder`: an `etils.epath.Path`.
     """
     marks = _mark(_files(folder))
-    text = "".join(f"{mark}  {name}\n" for name, mark in sorted(marks.items()))
-    write_at_once(folder / CHECKSUMS, text)
+    lines = [f"{mark}  {name}\n" for name, mark in sorted(marks.items())]
+    # A list that was cut short would say less, and nothing wrong.
+    write_at_once(folder / CHECKSUMS, "".join([f"# {len(lines)} files\n", *lines]))
 
 
 def invalidate(folder: Any) -> None:
     """Mark a folder as incomplete, before removing it, which takes a while."""
     (folder / CHECKSUMS).unlink(missing_ok=True)
+    if not is_remote(folder):
+        # A loss of power could undo this, and not what is removed next.
+        sync(folder)
 
 
 def is_complete(folder: Any) -> bool:
@@ -59,9 +70,7 @@ def verify(folder: Any) -> str | None:
     if (odd := with_retries(partial(odd_file, folder))) is not None:
         return odd
     try:
-        lines = with_retries(partial(read_bytes, folder / CHECKSUMS)).decode().splitlines()
-        marks = (line.split("  ", 1) for line in lines)
-        written = {name: mark for mark, name in marks}
+        written = _parse(with_retries(partial(read_bytes, folder / CHECKSUMS)).decode())
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except ValueError:
@@ -74,6 +83,19 @@ def verify(folder: Any) -> str | None:
         if found[name] != written[name]:
             return f"{name} has changed since it was written"
     return None
+
+
+def _parse(text: str) -> dict[str, str]:
+    """What a list says of each file; `ValueError` if it is not a whole list."""
+    # Those of earlier versions do not begin with the number of files.
+    count = re.match(r"# (\d+) files\n", text)
+    marks = (
+        line.split("  ", 1) for line in text[count.end() if count else 0 :].splitlines()
+    )
+    written = {name: mark for mark, name in marks}
+    if not written or (count and int(count[1]) != len(written)):
+        raise ValueError
+    return written
 
 
 def _mark(files: Mapping[str, Any], written: Mapping[str, str] = {}) -> dict[str, str]:

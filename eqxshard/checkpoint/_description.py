@@ -2,6 +2,7 @@
 
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ from ..sharding._text import first_few
 
 #: The file in a checkpoint's folder.
 FILE = "description.json"
+#: The format of checkpoints. Before there were numbers, there was 1.
+_FORMAT = 2
+
+
+class FormatError(UsageError):
+    """A checkpoint of a later version, in a format that is not known here."""
 
 
 def describe(
@@ -29,6 +36,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the state of a step, as JSON values.
 
+    - `format`, `version`: of the checkpoint, and of eqxshard, which wrote it.
     - `step`: the number of steps taken.
     - `metrics`: the metrics of this state, finite values only.
     - `loader`: the loader's position, as [`eqxshard.Loader.state`][] returns it, if there
@@ -47,6 +55,8 @@ def describe(
     placed = [leaf.sharding for leaf in leaves.values()]
     meshes = [each.mesh.shape for each in placed if isinstance(each, NamedSharding)]
     return {
+        "format": _FORMAT,
+        "version": _version(),
         "step": step,
         # JSON has no infinity and no nan.
         "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
@@ -59,9 +69,15 @@ def describe(
 
 
 def parse_description(text: str | bytes) -> dict[str, Any]:
-    """Read a description; raise `ValueError` if it is not one."""
+    """Read a description; raise `ValueError` if it is not one, or of a later format."""
     try:
         found = parse_json(text)
+        if (number := found.get("format", 1)) > _FORMAT:
+            raise FormatError(
+                f"it was written by eqxshard {found['version']}, in format {number}, and "
+                f"this is eqxshard {_version()}, which reads formats up to {_FORMAT}; "
+                "update eqxshard, or use another folder."
+            )
         for leaf in found["leaves"].values():
             abstract_array(leaf)
         for value in (found["step"], *found["metrics"].values(), *found["mesh"].values()):
@@ -70,9 +86,15 @@ def parse_description(text: str | bytes) -> dict[str, Any]:
         renamed = found.setdefault("renamed", [])
         for part in (found["loader"] or {}, found["callbacks"], *renamed):
             part.keys()
+    except FormatError:
+        raise
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{FILE} was not written by eqxshard ({error!r})") from None
     return found
+
+
+def _version() -> str:
+    return sys.modules["eqxshard"].__version__
 
 
 def array_metadata(leaf: Array) -> dict[str, Any]:

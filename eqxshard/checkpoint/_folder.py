@@ -28,13 +28,15 @@ from ..sharding._files import (
     as_text,
     is_remote,
     read_bytes,
+    sync,
+    sync_all,
     with_retries,
     writable_path,
 )
 from ..sharding._text import GONE
 from ._arrays import DamageError
 from ._checksums import CHECKSUMS, invalidate, is_complete, verify, write_checksums
-from ._description import FILE, parse_description
+from ._description import FILE, FormatError, parse_description
 from ._lock import FILE as LOCK
 from ._lock import FolderLock, is_lock
 from ._object_store import ARRAYS
@@ -62,6 +64,9 @@ _OURS = (
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
 
+#: The folders of checkpoints that this process is writing, by any of its checkpointers.
+_BEING_WRITTEN: set[str] = set()
+
 
 class CheckpointFolder:
     """A folder with a complete folder for each step that was saved.
@@ -78,6 +83,8 @@ class CheckpointFolder:
         #: How the checkpoints that were found damaged are, by their steps.
         self.damaged: dict[int, str] = {}
         self.claimed = False
+        #: Where in `_BEING_WRITTEN` this one is.
+        self._written = ""
         #: The steps that were there when the folder was last listed.
         self._listed: list[int] = []
 
@@ -146,6 +153,8 @@ class CheckpointFolder:
         self.damaged.update(found["damaged"])
         if found.get("unread"):
             raise OSError(self._unread(found["unread"]))
+        if found.get("later"):
+            raise UsageError(found["later"])
         if found["description"] is None:
             kind = UsageError if found["damaged"] else UsageFileError
             raise kind(found["error"])
@@ -204,6 +213,9 @@ class CheckpointFolder:
                 if damage is None:
                     found = self.description(candidate)
                     return {"description": found, "damaged": [*damages.items()]}
+            except FormatError as error:
+                later = f"{self.name(candidate)} cannot be read: {error}"
+                return {"later": later, "damaged": [*damages.items()]}
             except (FileNotFoundError, ValueError) as error:
                 damage = str(error)
             damages[candidate] = damage
@@ -219,10 +231,18 @@ class CheckpointFolder:
         return {"description": None, "damaged": [*damages.items()], "error": error}
 
     def complete(self, description: dict[str, Any]) -> None:
-        """Complete a checkpoint whose arrays are written."""
+        """Complete a checkpoint whose arrays are written.
+
+        On return a loss of power leaves it whole, so that older ones may be removed.
+        """
         folder = self.at(description["step"])
         (folder / FILE).write_text(json.dumps(description, indent=1) + "\n")
+        if not is_remote(folder):
+            sync_all(folder)
         write_checksums(folder)
+        if not is_remote(folder):
+            sync(self.path)
+        self.end()
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
@@ -252,6 +272,9 @@ class CheckpointFolder:
                 if self.claimed:
                     _LOG.warning(GONE, self.path, "its checkpoints")
                 _mark(self.path, _MARK_TEXT)
+                # It, and folders above, may be new.
+                for each in () if is_remote(self.path) else self.path.parents:
+                    sync(each)
             fault = self.lock.acquire()
             # Else its half-written checkpoints are not ours to remove.
             self.claimed = fault is None
@@ -279,9 +302,13 @@ class CheckpointFolder:
     def make(self, step: int) -> None:
         """Make a folder for a step; one of ours that is there is removed.
 
-        Raises `OSError` if something else is there.
+        It is left alone until `complete` or `end`. Raises `OSError` if something else is
+        there.
         """
         folder = self.at(step)
+        written = os.fspath(folder) if is_remote(folder) else os.path.realpath(folder)
+        if written in _BEING_WRITTEN:
+            raise OSError(f"{folder} is being written already; wait for that save")
         if self._is_ours(step):
             # What else is in it may stay, but not in the places of our files.
             names = [path.name for path in folder.iterdir() if os.path.islink(path)]
@@ -295,7 +322,13 @@ class CheckpointFolder:
                 "a folder of its own"
             )
         self.remove(step)
+        self._written = written
+        _BEING_WRITTEN.add(written)
         _mark(folder, _STEP_TEXT.format(step))
+
+    def end(self) -> None:
+        """Nothing is written any more to the folder that was made last."""
+        _BEING_WRITTEN.discard(self._written)
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step, if there is one of ours."""
@@ -306,7 +339,9 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove checkpoints whose writing was interrupted."""
         for path in self.path.iterdir():
-            if _is_step(path.name) and not is_complete(path):
+            at = os.fspath(path) if is_remote(path) else os.path.realpath(path)
+            is_left = _is_step(path.name) and at not in _BEING_WRITTEN
+            if is_left and not is_complete(path):
                 self.remove(int(path.name))
 
 
@@ -321,7 +356,13 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
     from etils import epath
 
     if not is_remote(path):
-        return epath.Path(writable_path(path, "the folder of checkpoints"))
+        local = writable_path(path, "the folder of checkpoints")
+        if os.sep == "/" and "\\" in os.fspath(local):
+            raise UsageError(
+                f"the folder of checkpoints, {os.fspath(local)!r}, has a backslash, which "
+                "TensorStore takes for a slash; give another name."
+            )
+        return epath.Path(local)
     import fsspec
     from fsspec.config import conf
 
@@ -370,12 +411,12 @@ def _entries(folder: Any) -> list[Any]:
 
 
 def _has_mark(folder: Any, text: str) -> bool:
-    """Whether a folder has a mark, or the beginning of one, as a full disk leaves it."""
+    """Whether a folder has a mark, or what a full disk or a loss of power leaves of it."""
     mark = folder / _MARK
     if os.path.islink(mark):
         return False
     try:
-        return text.encode().startswith(read_bytes(mark))
+        return text.encode().startswith(read_bytes(mark).rstrip(b"\0"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
 
@@ -393,6 +434,9 @@ def _mark(folder: Any, text: str) -> None:
     except FileExistsError:
         if not _has_mark(folder, text):
             raise
+    # Before anything is written there, which could not be removed without it.
+    sync(folder / _MARK)
+    sync(folder)
 
 
 def _remove(folder: Any) -> None:
@@ -401,6 +445,8 @@ def _remove(folder: Any) -> None:
         if path.name in _OURS and not os.path.islink(path):
             remove = path.rmtree if path.is_dir() else path.unlink
             remove(missing_ok=True)
+    if not is_remote(folder):
+        sync(folder)
     # Last, so that the rest of what is interrupted here can be removed, too.
     (folder / _MARK).unlink(missing_ok=True)
     if not is_remote(folder):

@@ -78,8 +78,9 @@ class FolderLock:
                 break
             os.close(file)  # Another program has released, and so removed, it.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        # It may be empty: that of a program that was killed just here, or of a full disk.
-        if os.read(file, len(_BEGINS)) not in (b"", _BEGINS):
+        # It may be empty, or zeros: that of a program that was killed just here, of a full
+        # disk, or from before a loss of power.
+        if not _BEGINS.startswith(os.read(file, len(_BEGINS)).rstrip(b"\0")):
             os.close(file)
             raise OSError(f"{self._path} is not a lock of eqxshard")
         with contextlib.suppress(OSError):  # A full disk.

@@ -24,11 +24,11 @@ def ocdbt(folder: Any) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
 
 
-def part_of_process(folder: Any) -> dict[str, Any]:
+def part_of_process(folder: Any, save: str) -> dict[str, Any]:
     """The database that this process writes, in the folder of a checkpoint."""
-    name = f"ocdbt.process_{jax.process_index()}_crc32c"
+    part = f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
     return {
-        **ocdbt(folder / STATE / name),
+        **ocdbt(folder / STATE / part),
         # What describes the arrays is in the tables, and these are in files of their own,
         # so that those of `d` have nothing but chunks.
         "config": {"max_inline_value_bytes": _INLINE_BYTES},
@@ -40,16 +40,17 @@ def part_of_process(folder: Any) -> dict[str, Any]:
     }
 
 
-def complete(folder: Any, shardings: Mapping[str, Sharding]) -> None:
+def complete(folder: Any, save: str, shardings: Mapping[str, Sharding]) -> None:
     """Make the parts of all processes one state.
 
     **Arguments:**
 
     - `folder`: the folder of a checkpoint, to which all processes have written.
+    - `save`: the name of the save.
     - `shardings`: the shardings of the arrays by path.
     """
     state = folder / STATE
-    _merge(state)
+    _merge(state, save)
     (state / "_METADATA").write_text(json.dumps(_tree(shardings)))
     # Without it, Orbax has to be told where to place the arrays.
     with contextlib.suppress(ImportError, AttributeError):
@@ -59,7 +60,7 @@ def complete(folder: Any, shardings: Mapping[str, Sharding]) -> None:
     (folder / "orbax.checkpoint").touch()
 
 
-def _merge(state: Any) -> None:
+def _merge(state: Any, save: str) -> None:
     """One database that refers to those of the processes."""
     import tensorstore as ts
 
@@ -70,7 +71,9 @@ def _merge(state: Any) -> None:
         ts.KvStore.open(ocdbt(part), context=settings)
         .result()
         .experimental_copy_range_to(whole.with_transaction(transaction))
-        for part in state.glob("ocdbt.process_*")
+        # Not `glob`, which the folder's own name could mislead.
+        for part in state.iterdir()
+        if part.name.startswith("ocdbt.process_") and part.name.endswith(f"_{save}")
     ]
     for copy in copies:
         copy.result()

@@ -4,6 +4,7 @@ Each chunk carries its CRC-32C, which TensorStore compares whenever somebody rea
 """
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def copy_parts(arrays: Mapping[str, jax.Array], chunk_bytes: int) -> dict[str, P
     **Arguments:**
 
     - `arrays`: arrays by path.
-    - `chunk_bytes`: how many bytes a chunk has at most, if it can be halved to that.
+    - `chunk_bytes`: how many bytes a chunk has at most, if it can be cut to that.
     """
     shapes = {path: _part_shape(array) for path, array in arrays.items()}
     ours = {path: [*_cut(array, shapes[path])] for path, array in arrays.items()}
@@ -52,7 +53,7 @@ def copy_parts(arrays: Mapping[str, jax.Array], chunk_bytes: int) -> dict[str, P
         path: Part(
             array.shape,
             array.dtype,
-            _chunk(shapes[path], array.dtype.itemsize, chunk_bytes),
+            _chunk(array.shape, shapes[path], array.dtype.itemsize, chunk_bytes),
             [(begin, np.asarray(data)) for begin, data in ours.pop(path)],
         )
         for path, array in arrays.items()
@@ -89,19 +90,44 @@ def _cut(
             )
 
 
-def _chunk(shape: tuple[int, ...], itemsize: int, most: int) -> tuple[int, ...]:
-    # No two processes may write one chunk, so chunks are parts of what each writes.
-    chunk = [*shape]
+def _chunk(
+    shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, most: int
+) -> tuple[int, ...]:
+    """The shape of chunks: the longest dims of a part are cut until these are small."""
+    chunk = [*part]
     while math.prod(chunk) * itemsize > most:
-        even = [n for n in chunk if n % 2 == 0]
-        if not even:
+        cut = [
+            _cut_length(n, evenly=mine < whole)
+            for n, mine, whole in zip(chunk, part, shape)
+        ]
+        if cut == chunk:
             break
-        chunk[chunk.index(max(even))] //= 2
+        dim = max((dim for dim, n in enumerate(chunk) if cut[dim] < n), key=cut.__getitem__)
+        chunk[dim] = cut[dim]
     return tuple(chunk)
 
 
+def _cut_length(length: int, *, evenly: bool) -> int:
+    """Half of a length, or so.
+
+    **Arguments:**
+
+    - `length`: of a chunk, along one dim.
+    - `evenly`: whether it must remain a divisor: no two processes may write one chunk, so
+        along a dim that is split between them, their parts consist of whole chunks.
+    """
+    if not evenly:
+        return -(-length // 2)
+    return length // next((n for n in range(2, length + 1) if length % n == 0), 1)
+
+
 def write_parts(
-    parts: dict[str, Part], base: Mapping[str, Any], settings: Any, *, atomic: bool
+    parts: dict[str, Part],
+    base: Mapping[str, Any],
+    settings: Any,
+    given_up: threading.Event,
+    *,
+    atomic: bool,
 ) -> None:
     """Write each part into its own Zarr array, and forget it.
 
@@ -110,6 +136,7 @@ def write_parts(
     - `parts`: the parts, by the paths of their arrays; empty at the end.
     - `base`: where to write, as TensorStore names it.
     - `settings`: TensorStore's context.
+    - `given_up`: once it is set, `OSError` is raised after a batch.
     - `atomic`: whether TensorStore commits many writes at once, which OCDBT is made for.
     """
     import tensorstore as ts
@@ -117,6 +144,8 @@ def write_parts(
     size = sum(each.nbytes for part in parts.values() for _, each in part.shards)
     slabs = _slabs(parts)
     while batch := [*_take(slabs, max(_BATCH_BYTES, size // _MOST_BATCHES))]:
+        if given_up.is_set():
+            raise OSError("the save was given up")
         transaction = ts.Transaction(atomic=True) if atomic else None
         opened = {
             path: ts.open(

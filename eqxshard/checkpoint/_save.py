@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..distributed import is_main_process
-from ..sharding._files import is_remote, write_at_once
+from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
 from ._object_store import ARRAYS, context, kvstore
 from ._orbax import complete, part_of_process
@@ -35,55 +35,60 @@ class Save:
 
     - `folder`: an `etils.epath.Path`, in which no process has written yet.
     - `leaves`: the arrays by path. Their parts are copied here, so they may be donated.
+    - `name`: its own, of all processes: nothing of another save of this step is taken for
+        its, whenever that was written.
     """
 
-    def __init__(self, folder: Any, leaves: Mapping[str, jax.Array]):
+    def __init__(self, folder: Any, leaves: Mapping[str, jax.Array], name: str):
         arrays = {
             path: jax.random.key_data(leaf) if is_key(leaf) else leaf
             for path, leaf in leaves.items()
             # There is nothing to save of empty ones.
             if leaf.size
         }
-        self._folder = folder
-        self._given_up = threading.Event()
+        self._folder, self._name = folder, name
+        self.given_up = threading.Event()
         self._shardings = {path: array.sharding for path, array in arrays.items()}
         self._parts = copy_parts(
             arrays, _OBJECT_BYTES if is_remote(folder) else _CHUNK_BYTES
         )
 
     def give_up(self) -> None:
-        """Wait for other processes no longer."""
-        self._given_up.set()
+        """Write no more, and wait for other processes no longer."""
+        self.given_up.set()
 
     def result(self) -> None:
         """Write this process's parts; process 0 also waits for those of the others.
 
         **Raises:**
 
-        `OSError` if a part could not be written.
+        `OSError` if a part could not be written, or the save was given up.
         """
         began = time.monotonic()
         fault = _fault_of(self._write)
         if jax.process_count() > 1:
-            marks = self._folder / WRITTEN
+            marks = self._folder / WRITTEN / self._name
             mark = marks / str(jax.process_index())
             fault = fault or _fault_of(lambda: _leave(mark, fault or ""))
             if is_main_process() and fault is None:
                 fault = self._wait_for_others(marks, time.monotonic() - began)
         if fault is None and is_main_process() and not is_remote(self._folder):
-            fault = _fault_of(lambda: complete(self._folder, self._shardings))
+            fault = _fault_of(lambda: complete(self._folder, self._name, self._shardings))
         if fault is not None:
             raise OSError(fault)
 
     def _write(self) -> None:
         if is_remote(self._folder):
             base, settings = kvstore(self._folder / ARRAYS), context()
-            write_parts(self._parts, base, settings, atomic=False)
+            write_parts(self._parts, base, settings, self.given_up, atomic=False)
             return
         import tensorstore as ts
 
-        base = part_of_process(self._folder)
-        write_parts(self._parts, base, ts.Context(), atomic=True)
+        base = part_of_process(self._folder, self._name)
+        # TensorStore would wait for the disk after each batch.
+        settings = ts.Context({"file_io_sync": False})
+        write_parts(self._parts, base, settings, self.given_up, atomic=True)
+        sync_all(base["base"]["path"])
 
     def _wait_for_others(self, marks: Any, seconds: float) -> str | None:
         """Wait until every process has written; return a sentence if one could not."""
@@ -98,7 +103,7 @@ class Save:
                 missing.discard(process)
             if not missing:
                 return None
-            if self._given_up.wait(_POLL_SECONDS):
+            if self.given_up.wait(_POLL_SECONDS):
                 break
         return f"process {min(missing)} has not written its part"
 

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._errors import UsageError, UsageOSError
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
-from ..sharding._files import local_path
+from ..sharding._files import local_path, sync
 from ..sharding._leaves import as_weak_as
 from ..sharding._text import first_few
 from ..training._donation import check_state_not_donated
@@ -334,6 +334,9 @@ def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
             for _, name, array in arrays:
                 assert [*array.shape] == header[name]["shape"], "its shape was another"
                 file.write(np.ravel(array).view(np.uint8).data)
+        # Or a loss of power could leave neither this file nor the one before it.
+        sync(part)
         part.replace(path)
+        sync(path.parent)
     finally:
         part.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -21,6 +22,10 @@ _LOG = logging.getLogger(__name__)
 
 #: How long processes wait for a checkpoint before they ask each other how it goes.
 _TOGETHER_SECONDS = 2.0
+
+#: How often they ask each other whether a save that has failed has ended in each, whose
+#: file system may hang.
+_QUESTIONS = 30
 
 #: Stands in what TensorStore says among codes and the paths of its own files.
 _DISK_IS_FULL = "No space left on device"
@@ -45,6 +50,7 @@ class CheckpointWriter:
         #: The save that is waited for.
         self._current: Save | None = None
         self._error: str | None = None
+        self._is_settled = True
 
     def start(
         self,
@@ -64,7 +70,7 @@ class CheckpointWriter:
         - `description`: what is written beside them.
         """
         self.settle()
-        self._error = None
+        self._error, self._is_settled = None, False
         step = description["step"]
         if broadcast_from_first(is_main_process() and step in self._folder.known_steps()):
             return
@@ -78,16 +84,21 @@ class CheckpointWriter:
                     listed(self._folder.steps()[-1:]),
                 )
             return
-        fault = broadcast_from_first(self._make_room(step) if is_main_process() else None)
+        fault, name = broadcast_from_first(
+            [self._make_room(step), uuid.uuid4().hex[:8]] if is_main_process() else None
+        )
         try:
             if fault is not None:
                 raise OSError(fault)
             # About to be replaced; all processes must agree on what is damaged.
             self._folder.damaged.pop(step, None)
-            save = Save(self._folder.at(step), leaves)
+            save = Save(self._folder.at(step), leaves, name)
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
             self._report_failure(step, error)
+            # Unless others may be writing already.
+            if is_main_process() and (fault is not None or jax.process_count() == 1):
+                self._clean()
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
@@ -107,24 +118,36 @@ class CheckpointWriter:
             raise UsageOSError(errors[0])
 
     def settle(self) -> list[str]:
-        """Wait for the last checkpoint, with all processes; return what failed in any."""
+        """Wait for the last checkpoint, with all processes; return what failed in any.
+
+        If it failed in one, the others stop writing, and what was written is removed.
+        """
+        questions = 0
         while True:
             pending = [] if self._pending is None else [self._pending]
             seconds = None if jax.process_count() == 1 else _TOGETHER_SECONDS
             is_done = not wait(pending, seconds).not_done
             everyone = allgather_json([is_done, self._error])
             errors = [error for _, error in everyone if error is not None]
-            if errors or all(done for done, _ in everyone):
+            have_ended = all(done for done, _ in everyone)
+            if have_ended or questions == _QUESTIONS:
                 break
-        if not is_done:
-            # It still waits for the process that failed, or writes, in the old thread.
-            if self._current is not None:
-                self._current.give_up()
-            self._thread = self._current = None
-            self._error = errors[0]
-            if is_main_process():
+            if errors:
+                questions += 1
+                if self._current is not None:
+                    self._current.give_up()
+        if errors and not self._is_settled and is_main_process():
+            if self._error is None:
                 self._tell(errors[0])
-        self._pending = None
+            if have_ended:
+                self._clean()
+        if not is_done:
+            # Its file system hangs.
+            self._thread = None
+        if errors:
+            self._error = self._error or errors[0]
+        self._pending = self._current = None
+        self._is_settled = True
         return errors
 
     def _make_room(self, step: int) -> str | None:
@@ -142,12 +165,15 @@ class CheckpointWriter:
         step = description["step"]
         try:
             save.result()
-            if not is_main_process() or save is not self._current:
+            if not is_main_process() or save.given_up.is_set():
                 return
             self._folder.complete(description)
         except Exception as error:
-            if save is self._current:
+            if not save.given_up.is_set():
                 self._report_failure(step, error)
+                # The others may be writing still.
+                if jax.process_count() == 1:
+                    self._clean()
             return
         self._remove_old(lambda: [*map(self._folder.remove, self._outdated(step))])
 
@@ -171,11 +197,14 @@ class CheckpointWriter:
         )
 
     def _tell(self, error: str) -> None:
-        """Log an error, and free the space of what was written: the disk may be full."""
         self._error = error
         _LOG.error("%s Training continues.", error)
+
+    def _clean(self) -> None:
+        """Free the space of what was written: the disk may be full."""
+        self._folder.end()
         # Nothing may be removed from a folder that could not be claimed.
-        if is_main_process() and self._folder.claimed:
+        if self._folder.claimed:
             with contextlib.suppress(Exception):
                 self._folder.clean()
 

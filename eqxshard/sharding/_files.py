@@ -6,6 +6,7 @@ A file may be a FIFO that never answers, a link to a device that never ends, lar
 the memory, or JSON that nests deeper than Python can follow.
 """
 
+import errno
 import json
 import os
 import re
@@ -26,6 +27,8 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3840
 _MOST_BYTES = 2**30
 #: How long to wait before a read that failed is tried again.
 _WAITS = (0.5, 2.0, 5.0)
+#: What file systems answer that cannot sync a file, or a folder.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
 #: How deep JSON may nest. Ours nests less than 10 deep.
 _MOST_DEPTH = 100
 
@@ -120,7 +123,7 @@ def read_bytes(path: Any) -> bytes:
 
 
 def write_at_once(path: Any, text: str) -> None:
-    """Write a file that nobody sees half written.
+    """Write a file that nobody sees half written, even after a loss of power.
 
     **Arguments:**
 
@@ -132,7 +135,40 @@ def write_at_once(path: Any, text: str) -> None:
         return
     part = path.parent / f".{path.name}.part"
     part.write_text(text)
+    sync(part)
     part.replace(path)
+    sync(path.parent)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until a file is on the disk, or the list of what is in a folder.
+
+    Without that, a loss of power can take them. Links are left alone.
+    """
+    try:
+        # Neither through a link, nor to wait for somebody who writes to a FIFO.
+        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, os.O_RDONLY | flags)
+    except OSError as error:
+        # Windows opens no folders; those above ours may be closed to us.
+        if isinstance(error, PermissionError) or os.path.islink(path):
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: str | os.PathLike[str]) -> None:
+    """As `sync`, of a folder and of all that is in it."""
+    for top, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(os.path.join(top, name))
+        sync(top)
 
 
 def with_retries(read: Callable[[], _T]) -> _T:

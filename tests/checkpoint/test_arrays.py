@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore as ts
 from helpers import make_mesh
 
 import eqxshard
@@ -54,3 +55,29 @@ def test_parts_are_copied_however_they_are_aligned(offset):
     assert array.unsafe_buffer_pointer() != on_host.ctypes.data
     on_host[:] = 1
     np.testing.assert_array_equal(array, np.zeros(16, np.float32))
+
+
+@pytest.mark.parametrize(
+    "shape, axes, chunk",
+    [
+        # A vocabulary of odd length: rows are cut, not columns, of which few are left.
+        ((50257, 128), (None, "fsdp"), (25129, 16)),
+        ((50257, 16), (None, None), (25129, 16)),
+        ((3, 333, 1001), (None, None, None), (3, 333, 501)),
+        # A prime number of rows for each device, which cannot be cut: none share chunks.
+        ((8 * 6287, 129), ("fsdp", None), (6287, 65)),
+        ((8 * 3 * 2003, 129), ("fsdp", None), (2003, 129)),
+    ],
+)
+def test_arrays_of_odd_lengths_come_back_and_have_few_chunks(tmp_path, shape, axes, chunk):
+    mesh = make_mesh("fsdp=8")
+    there = jax.NamedSharding(mesh, jax.P(*axes))
+    x = jax.device_put(np.arange(np.prod(shape), dtype=np.float32).reshape(shape), there)
+    state = eqxshard.TrainState(jnp.int32(0), {"x": x}, (), jax.random.key(0))
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    np.testing.assert_array_equal(checkpointer.restore(state).model["x"], x)
+    where = {"driver": "ocdbt", "base": f"file://{tmp_path}/0/state/", "path": "model.x/"}
+    stored = ts.open({"driver": "zarr3", "kvstore": where}).result()
+    assert stored.chunk_layout.read_chunk.shape == chunk

@@ -21,6 +21,10 @@ def test_sha256sum_can_verify_it(folder):
     assert subprocess.run(command, cwd=folder, check=False).returncode == 0
 
 
+def cut_last_line(file):
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
 @pytest.mark.parametrize(
     "damage, says",
     [
@@ -28,6 +32,8 @@ def test_sha256sum_can_verify_it(folder):
         (lambda f: (f / "below" / "b.txt").unlink(), "below/b.txt is missing"),
         (lambda f: (f / "checksums.txt").unlink(), "checksums.txt is missing"),
         (lambda f: (f / "checksums.txt").write_text("x"), "checksums.txt is not a list of"),
+        (lambda f: (f / "checksums.txt").write_text(""), "checksums.txt is not a list of"),
+        (lambda f: cut_last_line(f / "checksums.txt"), "checksums.txt is not a list of"),
     ],
 )
 def test_damage_is_named(folder, damage, says):

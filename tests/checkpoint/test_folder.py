@@ -425,7 +425,7 @@ def large_state(step=0):
 
 
 def damage_chunks(folder, kind):
-    (file,) = (folder / "1" / "state" / "ocdbt.process_0_crc32c" / "d").iterdir()
+    (file,) = (folder / "1" / "state").glob("ocdbt.process_0_*/d/*")
     assert f"#{file.stat().st_size}  state/" in (folder / "1" / "checksums.txt").read_text()
     content = bytearray(file.read_bytes())
     if kind == "delete":

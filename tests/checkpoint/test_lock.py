@@ -55,7 +55,9 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
         with pytest.raises(ValueError, match=says):
             fit(folder, train_step)
         # What the other is about to write is left alone.
-        CheckpointFolder(folder).make(7)
+        left = CheckpointFolder(folder)
+        left.make(7)
+        left.end()
         checkpointer = eqxshard.Checkpointer(folder)
         checkpointer.save(new_state())
         with pytest.raises(OSError, match=says.removesuffix("; wait")):

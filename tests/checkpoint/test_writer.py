@@ -2,15 +2,14 @@
 
 import errno
 import os
+import threading
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import like, new_state
-from helpers import (
-    make_loader,
-)
+from helpers import assert_equal, make_loader
 
 import eqxshard
 from eqxshard.checkpoint import _folder, _writer
@@ -137,3 +136,26 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_logged(
     state = again.restore(like())
     eqxshard.fit(state, train_step, make_loader(), steps=4, checkpointer=again)
     assert again.steps() == [3, 4]
+
+
+def test_a_checkpoint_that_another_checkpointer_is_writing_stays(tmp_path, monkeypatch):
+    """Two of one program, in one folder: neither removes what the other has begun."""
+    going_on, complete = threading.Event(), _folder.write_checksums
+
+    def completed(path):
+        assert path.name != "0" or going_on.wait(60)
+        complete(path)
+
+    monkeypatch.setattr(_folder, "write_checksums", completed)
+    state = new_state()
+    first, second, third = (eqxshard.Checkpointer(tmp_path) for _ in range(3))
+    first.save(state)
+    second.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
+    second.wait()
+    third.save(state)
+    with pytest.raises(OSError, match=r"0 is being written already; wait for that save"):
+        third.wait()
+    going_on.set()
+    first.wait()
+    assert first.steps() == [0, 1]
+    assert_equal(first.restore(like(), step=0), state)
