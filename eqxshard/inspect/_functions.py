@@ -13,7 +13,7 @@ from ..compiled._findings import Finding
 from ..compiled._hlo import Module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..compiled._lowered import LoweredStep, read_lowered
-from ..training._lint import lint_jaxpr, scanned_shapes
+from ..training._lint_step import lint_jaxpr, scanned_shapes
 from ..training.rewrite._jaxprs import all_jaxprs
 from ._all_layers import lint_layers
 

@@ -325,7 +325,7 @@ class StepMachine:
         Arrays are taken to be where the program takes them, wherever they are.
         """
         # Only a first call needs it, and what reads compiled programs.
-        from ._lint import lint_step
+        from ._lint_step import lint_step
 
         key, variant, state, arrays, kept = call
         if state is not None:

@@ -16,7 +16,7 @@ from lint_helpers import FSDP, KEY, MLP, OPTIM, found, lint, make_mesh, square_l
 import eqxshard
 from eqxshard.inspect import LintWarning
 from eqxshard.sharding._placement import named_leaves
-from eqxshard.training._lint import lint_jaxpr, lint_model
+from eqxshard.training._lint_step import lint_jaxpr, lint_model
 from eqxshard.training.rewrite._jaxprs import all_jaxprs
 
 #: Every step of this model has a finding: no dim of its weights divides by 8.
@@ -77,7 +77,7 @@ def test_a_step_that_lint_cannot_read_runs(monkeypatch):
     def broken(*_):
         raise KeyError("dimension_numbers")
 
-    monkeypatch.setattr("eqxshard.training._lint.lint_jaxpr", broken)
+    monkeypatch.setattr("eqxshard.training._lint_step.lint_jaxpr", broken)
     with pytest.warns(RuntimeWarning, match="lint could not read a step"):
         make_step(lint={"whole": "off"})(make_state(), BATCH)
 
