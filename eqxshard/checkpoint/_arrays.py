@@ -15,8 +15,8 @@ from .._errors import UsageError, UsageFileError
 from ..sharding._files import is_remote, with_retries
 from ..sharding._leaves import array_leaves, as_weak_as, is_key
 from ..transforms._partition import Static, partition
+from ._database import STATE, ocdbt
 from ._object_store import ARRAYS, context, kvstore
-from ._orbax import STATE, ocdbt
 
 #: How many chunks are read at a time: the memory that reading takes besides the part of an
 #: array that is read.
@@ -40,8 +40,6 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     Keys are not wrapped yet. Raises `DamageError`, or `OSError` if the files cannot be
     read, even after some tries.
     """
-    # Orbax would read all chunks of several parts at once, and the whole array for parts
-    # that straddle chunks: several times the memory of the arrays that are read.
     import tensorstore as ts
 
     base = _base(folder)

@@ -40,10 +40,10 @@ class Checkpointer:
     """Saves the states of a run in a folder, and restores them onto any mesh.
 
     A checkpoint is the folder `directory/STEP`: the state's arrays by path, as
-    [Orbax](https://orbax.readthedocs.io) reads them, each chunk with its CRC-32C; a
-    readable `description.json` (paths, shapes, dtypes, mesh, the loader's position, the
-    metrics); and `checksums.txt`, which is written last: a folder without it was
-    interrupted, and does not count. It has the SHA-256 of every other file, or of large
+    [TensorStore](https://google.github.io/tensorstore) reads them, each chunk with its
+    CRC-32C; a readable `description.json` (paths, shapes, dtypes, mesh, the loader's
+    position, the metrics); and `checksums.txt`, which is written last: a folder without it
+    was interrupted, and does not count. It has the SHA-256 of every other file, or of large
     files of arrays the size.
 
     Saving waits for the state's step and for the copy of its arrays from the devices; a

@@ -36,11 +36,11 @@ from ..sharding._files import (
 from ..sharding._text import GONE
 from ._arrays import DamageError
 from ._checksums import CHECKSUMS, invalidate, is_complete, verify, write_checksums
+from ._database import STATE
 from ._description import FILE, FormatError, parse_description
 from ._lock import FILE as LOCK
 from ._lock import FolderLock, is_lock
 from ._object_store import ARRAYS
-from ._orbax import STATE
 from ._save import WRITTEN
 
 _LOG = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ _STEP_TEXT = "The checkpoint of step {} of eqxshard, which removes it when it is
 #: All that is written in the folder of a checkpoint, besides its mark.
 _OURS = (
     *(STATE, ARRAYS, WRITTEN, FILE, CHECKSUMS, f".{CHECKSUMS}.part"),
+    # Of earlier versions, for Orbax.
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
 

@@ -14,8 +14,8 @@ import jax
 from ..distributed import is_main_process
 from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
+from ._database import merge, part_of_process
 from ._object_store import ARRAYS, context, kvstore
-from ._orbax import complete, part_of_process
 from ._parts import copy_parts, write_parts
 
 #: The folder of the marks that processes leave.
@@ -48,7 +48,6 @@ class Save:
         }
         self._folder, self._name = folder, name
         self.given_up = threading.Event()
-        self._shardings = {path: array.sharding for path, array in arrays.items()}
         self._parts = copy_parts(
             arrays, _OBJECT_BYTES if is_remote(folder) else _CHUNK_BYTES
         )
@@ -73,7 +72,7 @@ class Save:
             if is_main_process() and fault is None:
                 fault = self._wait_for_others(marks, time.monotonic() - began)
         if fault is None and is_main_process() and not is_remote(self._folder):
-            fault = _fault_of(lambda: complete(self._folder, self._name, self._shardings))
+            fault = _fault_of(lambda: merge(self._folder, self._name))
         if fault is not None:
             raise OSError(fault)
 

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 _OURS = logging.getLogger("eqxshard")
 
 #: The packages whose versions matter most; the second line is for accelerators.
-_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
 #: What each start of a run is recorded with, because it may differ from the others.

@@ -39,6 +39,7 @@ def test_a_checkpoint_of_the_first_format_is_read_and_can_be_continued(tmp_path,
     checkpointer.save(later, metrics={"eval/loss": 0.1})
     checkpointer.wait()
     assert checkpointer.steps() == [8]
+    assert not (tmp_path / "7").exists()
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_and_stays(checkpoints, tmp_path):
