@@ -25,10 +25,9 @@ from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys
-from ._best import Mode, best_mode, best_of
-from ._changes import Changed, Changes, Missing, Unused, fill
-from ._description import describe
-from ._folder import CheckpointFolder, Step
+from ._folder import CheckpointFolder, Mode, Step, best_mode, best_of
+from ._manifest import describe
+from ._match import Changed, Changes, Missing, Unused, fill
 from ._writer import CheckpointWriter
 
 _LOG = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from ..sharding._text import say
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
 from ._config import RunConfig
-from ._folder import RunFolder, read_values
 from ._read_run import changes
+from ._run_folder import RunFolder, read_values
 
 _LOG = logging.getLogger(__name__)
 #: The loggers of all modules of this library are below it.

@@ -12,7 +12,7 @@ from checkpoint_helpers import copied, like, new_state
 from helpers import assert_equal, make_mesh
 
 import eqxshard
-from eqxshard.checkpoint._checksums import write_checksums
+from eqxshard.checkpoint._manifest import write_checksums
 
 #: Format 1: step 7 of a small state, on a mesh of 2 x 4 devices.
 OLD = Path(__file__).parent / "written_by_0.1.0.zip"
