@@ -162,7 +162,7 @@ def kill_while_saving(bucket, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         workers = workers_of(process)
-        while not names(f"{folder}/10/arrays"):
+        while not names(f"{folder}/10/state"):
             assert time.monotonic() < deadline
         os.kill(workers[1], signal.SIGKILL)
         assert "checksums.txt" not in names(f"{folder}/10"), "it was too late to kill"

@@ -1,8 +1,7 @@
 """Arrays by path, written by TensorStore and read into their shardings.
 
-On local disks, each process writes a database (OCDBT) of its own, and process 0 makes one
-that refers to all. In object stores, each array is a Zarr array. Every chunk carries its
-CRC-32C, which TensorStore compares whenever somebody reads it.
+Each process writes a database (OCDBT) of its own, and process 0 makes one that refers to
+all. Every chunk carries its CRC-32C, which TensorStore compares whenever somebody reads it.
 """
 
 import functools as ft
@@ -26,15 +25,19 @@ from ..transforms._partition import Static, partition
 
 # Where they are written
 
-#: The folder of the database, in that of a checkpoint; and that of Zarr arrays.
-STATE, ARRAYS = "state", "arrays"
+#: The folder of the database, in that of a checkpoint.
+STATE = "state"
+#: Where earlier versions wrote to object stores: a Zarr array for each, and no database.
+ARRAYS = "arrays"
 _INLINE_BYTES, _FILE_BYTES = 2**12, 2**28
 #: Half a minute in all; by default, it would be a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
 
 
-def kvstore(folder: Any) -> dict[str, Any]:
-    """How TensorStore names a folder of an object store."""
+def _kvstore(folder: Any) -> dict[str, Any]:
+    """How TensorStore names a folder, which may be in an object store."""
+    if not is_remote(folder):
+        return {"driver": "file", "path": f"{folder}/"}
     scheme, _, rest = os.fspath(folder).partition("://")
     bucket, _, path = rest.partition("/")
     where: dict[str, Any] = {"bucket": bucket, "path": f"{path.strip('/')}/"}
@@ -50,23 +53,34 @@ def kvstore(folder: Any) -> dict[str, Any]:
     return {"driver": "s3", **where}
 
 
-def context() -> Any:
-    """The settings of TensorStore for object stores."""
+def _context() -> Any:
+    """The settings of TensorStore."""
     import tensorstore as ts
 
-    return ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+    return ts.Context(
+        {
+            "s3_request_retries": _RETRIES,
+            "gcs_request_retries": _RETRIES,
+            # It would wait for the disk after each batch.
+            "file_io_sync": False,
+        }
+    )
 
 
-def ocdbt(folder: Any) -> dict[str, Any]:
-    """How TensorStore names the database of arrays in a local folder."""
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+def _ocdbt(folder: Any) -> dict[str, Any]:
+    """How TensorStore names the database of arrays in a folder."""
+    return {"driver": "ocdbt", "base": _kvstore(folder)}
 
 
-def part_of_process(folder: Any, save: str) -> dict[str, Any]:
-    """The database that this process writes, in the folder of a checkpoint."""
-    part = f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
+def part_of_process(folder: Any, save: str) -> Any:
+    """The folder of what this process writes, in that of a checkpoint."""
+    return folder / STATE / f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
+
+
+def _written_to(folder: Any) -> dict[str, Any]:
+    """How TensorStore names a database that is written."""
     return {
-        **ocdbt(folder / STATE / part),
+        **_ocdbt(folder),
         # What describes the arrays is in the tables, and these are in files of their own,
         # so that those of `d` have nothing but chunks.
         "config": {"max_inline_value_bytes": _INLINE_BYTES},
@@ -89,11 +103,11 @@ def merge(folder: Any, save: str) -> None:
     import tensorstore as ts
 
     state = folder / STATE
-    settings = ts.Context()
-    whole = ts.KvStore.open(ocdbt(state), context=settings).result()
+    settings = _context()
+    whole = ts.KvStore.open(_ocdbt(state), context=settings).result()
     transaction = ts.Transaction(atomic=True)
     copies = [
-        ts.KvStore.open(ocdbt(part), context=settings)
+        ts.KvStore.open(_ocdbt(part), context=settings)
         .result()
         .experimental_copy_range_to(whole.with_transaction(transaction))
         # Not `glob`, which the folder's own name could mislead.
@@ -217,32 +231,24 @@ def _cut_length(length: int, *, evenly: bool) -> int:
     return length // next((n for n in range(2, length + 1) if length % n == 0), 1)
 
 
-def write_parts(
-    parts: dict[str, _Part],
-    base: Mapping[str, Any],
-    settings: Any,
-    given_up: threading.Event,
-    *,
-    atomic: bool,
-) -> None:
-    """Write each part into its own Zarr array, and forget it.
+def write_parts(parts: dict[str, _Part], folder: Any, given_up: threading.Event) -> None:
+    """Write each part into its own Zarr array, in a database, and forget it.
 
     **Arguments:**
 
     - `parts`: the parts, by the paths of their arrays; empty at the end.
-    - `base`: where to write, as TensorStore names it.
-    - `settings`: TensorStore's context.
+    - `folder`: that of the database.
     - `given_up`: once it is set, `OSError` is raised after a batch.
-    - `atomic`: whether TensorStore commits many writes at once, which OCDBT is made for.
     """
     import tensorstore as ts
 
+    base, settings = _written_to(folder), _context()
     size = sum(each.nbytes for part in parts.values() for _, each in part.shards)
     slabs = _slabs(parts)
     while batch := [*_take(slabs, max(_BATCH_BYTES, size // _MOST_BATCHES))]:
         if given_up.is_set():
             raise OSError("the save was given up")
-        transaction = ts.Transaction(atomic=True) if atomic else None
+        transaction = ts.Transaction(atomic=True)
         opened = {
             path: ts.open(
                 _spec(base, path, part), context=settings, transaction=transaction
@@ -258,8 +264,7 @@ def write_parts(
         ]
         for write in writes:
             write.result()
-        if transaction is not None:
-            transaction.commit_sync()
+        transaction.commit_sync()
 
 
 #: A path, its part, where in the array it begins, and the numbers.
@@ -291,7 +296,7 @@ def _spec(base: Mapping[str, Any], path: str, part: _Part) -> dict[str, Any]:
     grid = {"name": "regular", "configuration": {"chunk_shape": part.chunk}}
     return {
         "driver": "zarr3",
-        "kvstore": {**base, "path": f"{base.get('path', '')}{path}/"},
+        "kvstore": {**base, "path": f"{path}/"},
         "metadata": {
             "shape": part.shape,
             "data_type": str(part.dtype),
@@ -338,7 +343,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     base = _base(folder)
     # Else each array would read the table of all of them again.
     tables = {_TABLES: {"total_bytes_limit": _TABLE_BYTES}}
-    settings = ts.Context(tables, parent=context() if is_remote(folder) else None)
+    settings = ts.Context(tables, parent=_context())
     arrays = {}
     for path, leaf in wanted.items():
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
@@ -395,13 +400,13 @@ def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
 
 def _base(folder: Any) -> dict[str, Any]:
     """Where the arrays of a checkpoint are, as TensorStore names it."""
-    if is_remote(folder) and (folder / ARRAYS).exists():
-        return kvstore(folder / ARRAYS)
-    if not (folder / STATE).exists():
-        raise UsageFileError(
-            f"this process cannot see {folder}; use a directory that all hosts share."
-        )
-    return {**ocdbt(folder / STATE), "cache_pool": _TABLES}
+    if (folder / STATE).exists():
+        return {**_ocdbt(folder / STATE), "cache_pool": _TABLES}
+    if (folder / ARRAYS).exists():
+        return _kvstore(folder / ARRAYS)
+    raise UsageFileError(
+        f"this process cannot see {folder}; use a directory that all hosts share."
+    )
 
 
 def place_parts(

@@ -23,23 +23,15 @@ from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
 from ..sharding._text import first_few
-from ._arrays import (
-    ARRAYS,
-    context,
-    copy_parts,
-    kvstore,
-    merge,
-    part_of_process,
-    write_parts,
-)
+from ._arrays import copy_parts, merge, part_of_process, write_parts
 from ._folder import WRITTEN, CheckpointFolder, listed, reason
 
 _LOG = logging.getLogger(__name__)
 
 # One save, by this process and the others
 
-#: A chunk has at most this many bytes, if the array's part on a device can be halved. In an
-#: object store, each is an object.
+#: A chunk has at most this many bytes, if the array's part on a device can be halved. Those
+#: in an object store, which takes a while to answer, are larger.
 _CHUNK_BYTES, _OBJECT_BYTES = 2**21, 2**26
 #: How much longer than this process itself to wait for the others.
 _PATIENCE_SECONDS = 300.0
@@ -89,23 +81,16 @@ class Save:
             fault = fault or _fault_of(lambda: _leave(mark, fault or ""))
             if is_main_process() and fault is None:
                 fault = self._wait_for_others(marks, time.monotonic() - began)
-        if fault is None and is_main_process() and not is_remote(self._folder):
+        if fault is None and is_main_process():
             fault = _fault_of(lambda: merge(self._folder, self._name))
         if fault is not None:
             raise OSError(fault)
 
     def _write(self) -> None:
-        if is_remote(self._folder):
-            base, settings = kvstore(self._folder / ARRAYS), context()
-            write_parts(self._parts, base, settings, self.given_up, atomic=False)
-            return
-        import tensorstore as ts
-
-        base = part_of_process(self._folder, self._name)
-        # TensorStore would wait for the disk after each batch.
-        settings = ts.Context({"file_io_sync": False})
-        write_parts(self._parts, base, settings, self.given_up, atomic=True)
-        sync_all(base["base"]["path"])
+        part = part_of_process(self._folder, self._name)
+        write_parts(self._parts, part, self.given_up)
+        if not is_remote(part):
+            sync_all(part)
 
     def _wait_for_others(self, marks: Any, seconds: float) -> str | None:
         """Wait until every process has written; return a sentence if one could not."""

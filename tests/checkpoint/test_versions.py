@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from checkpoint_helpers import copied, like, new_state
 from helpers import assert_equal, make_mesh
 
@@ -40,6 +41,22 @@ def test_a_checkpoint_of_the_first_format_is_read_and_can_be_continued(tmp_path,
     checkpointer.wait()
     assert checkpointer.steps() == [8]
     assert not (tmp_path / "7").exists()
+
+
+def test_arrays_without_a_database_are_read(checkpoints, tmp_path):
+    """Version 0.1.0 wrote them so to object stores, from where they may be copied."""
+    folder = copied(checkpoints, tmp_path)
+    checkpointer = eqxshard.Checkpointer(folder)
+    state = checkpointer.restore(like())
+    base = {"driver": "file", "path": f"{folder}/10/state/"}
+    database = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    for name in database.list().result():
+        file = folder / "10" / "arrays" / name.decode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(database.read(name).result().value)
+    shutil.rmtree(folder / "10" / "state")
+    write_checksums(checkpointer.directory / "10")
+    assert_equal(checkpointer.restore(like()), state)
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_and_stays(checkpoints, tmp_path):
