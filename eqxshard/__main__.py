@@ -76,8 +76,8 @@ def _add_page(commands: Any) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
-    from .run._folder import RunFolder
     from .run._page import save_page
+    from .run._run_folder import RunFolder
 
     folder = RunFolder(options.folder)
     save_page(folder)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 #: What the names of packages, and of variables of the environment, begin with.
 _PACKAGES = ("equinox", "eqxshard", "grain", "jax", "libtpu", "numpy", "nvidia-", "optax")
-_PACKAGES += ("orbax", "tensorstore")
+_PACKAGES += ("tensorstore",)
 _VARIABLES = ("CUDA_", "EQXSHARD_", "EQX_", "JAX_", "LD_LIBRARY_PATH", "NCCL_", "XLA_")
 _VARIABLES += ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")
 

@@ -21,7 +21,7 @@ import grain
 import jax
 import numpy as np
 import optax
-from orbax.checkpoint import v1  # noqa: F401  (here, so that children start at once)
+import tensorstore  # noqa: F401  (here, so that children start at once)
 
 import eqxshard
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import eqxshard
-from eqxshard.checkpoint import _parts
+from eqxshard.checkpoint import _arrays
 from eqxshard.distributed import barrier
 
 ARRAYS = 400
@@ -32,9 +32,9 @@ def main() -> None:
         return eqxshard.TrainState(step=step, model=make(), opt_state=(), key=key)
 
     # A batch for each array; that of process 0 takes a minute.
-    _parts._BATCH_BYTES = 1
-    _parts._MOST_BATCHES = 10**6
-    take, taken = _parts._take, []
+    _arrays._BATCH_BYTES = 1
+    _arrays._MOST_BATCHES = 10**6
+    take, taken = _arrays._take, []
 
     def slowly(*args):
         taken.append(None)
@@ -44,7 +44,7 @@ def main() -> None:
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if first:
-        _parts._take = slowly
+        _arrays._take = slowly
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     checkpointer = eqxshard.Checkpointer(folder)
@@ -54,7 +54,7 @@ def main() -> None:
     except OSError as error:
         print(f"failed: {error}")
     if first:
-        _parts._take = take
+        _arrays._take = take
         print(f"stopped early: {len(taken) < ARRAYS}")
         print(f"left: {sorted(path.name for path in folder.iterdir())}")
     else:

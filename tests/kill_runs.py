@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from orbax.checkpoint import v1  # noqa: F401  (here, so that children start at once)
+import tensorstore  # noqa: F401  (here, so that children start at once)
 from run_helpers import measured
 
 import eqxshard

@@ -78,7 +78,7 @@ def restore(folder: str, size: int, split: str) -> Restored:
         **place(*SPLITS[split]),
     )
     # It is not what is read that makes the rest of the process grow.
-    from orbax.checkpoint import v1  # noqa: F401
+    import tensorstore  # noqa: F401
 
     checkpointer = eqxshard.Checkpointer(folder)
     before = memory("VmRSS")
@@ -111,7 +111,6 @@ def train_and_save(folder: str, size: int) -> dict[str, float]:
     state = eqx.tree_at(lambda state: state.model, like, model)
     # They make the process grow, too.
     import tensorstore  # noqa: F401
-    from orbax.checkpoint import v1  # noqa: F401
 
     checkpointer = eqxshard.Checkpointer(folder)
     peaks = {}

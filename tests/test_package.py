@@ -104,7 +104,7 @@ def test_nothing_private_of_other_packages_is_imported():
 BY_HAND = ["make_mesh", "fsdp", "init_state", "make_train_step", "make_eval_step"]
 BY_HAND += ["Loader", "fit", "evaluate", "explain", "Checkpointer", "filter_shard"]
 #: Packages that are imported when they are first needed.
-LATER = {"grain", "matplotlib", "orbax", "rich", "safetensors", "tensorstore", "tyro"}
+LATER = {"grain", "matplotlib", "rich", "safetensors", "tensorstore", "tyro"}
 
 
 @pytest.mark.versions

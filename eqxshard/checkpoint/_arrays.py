@@ -1,9 +1,16 @@
-"""The arrays of a PyTree by path, and how they are read."""
+"""Arrays by path, written by TensorStore and read into their shardings.
+
+Each process writes a database (OCDBT) of its own, and process 0 makes one that refers to
+all. Every chunk carries its CRC-32C, which TensorStore compares whenever somebody reads it.
+"""
 
 import functools as ft
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +22,299 @@ from .._errors import UsageError, UsageFileError
 from ..sharding._files import is_remote, with_retries
 from ..sharding._leaves import array_leaves, as_weak_as, is_key
 from ..transforms._partition import Static, partition
-from ._object_store import ARRAYS, context, kvstore
-from ._orbax import STATE, ocdbt
+
+# Where they are written
+
+#: The folder of the database, in that of a checkpoint.
+STATE = "state"
+#: Where earlier versions wrote to object stores: a Zarr array for each, and no database.
+ARRAYS = "arrays"
+_INLINE_BYTES, _FILE_BYTES = 2**12, 2**28
+#: Half a minute in all; by default, it would be a quarter of an hour.
+_RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
+
+
+def _kvstore(folder: Any) -> dict[str, Any]:
+    """How TensorStore names a folder, which may be in an object store."""
+    if not is_remote(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    scheme, _, rest = os.fspath(folder).partition("://")
+    bucket, _, path = rest.partition("/")
+    where: dict[str, Any] = {"bucket": bucket, "path": f"{path.strip('/')}/"}
+    if scheme != "s3":
+        return {"driver": "gcs", **where}
+    said = os.environ
+    endpoint = said.get("AWS_ENDPOINT_URL_S3") or said.get("AWS_ENDPOINT_URL")
+    region = said.get("AWS_REGION") or said.get("AWS_DEFAULT_REGION")
+    where |= {"endpoint": endpoint} if endpoint else {}
+    where |= {"aws_region": region} if region else {}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        where["aws_credentials"] = {"type": "environment"}
+    return {"driver": "s3", **where}
+
+
+def _context() -> Any:
+    """The settings of TensorStore."""
+    import tensorstore as ts
+
+    return ts.Context(
+        {
+            "s3_request_retries": _RETRIES,
+            "gcs_request_retries": _RETRIES,
+            # It would wait for the disk after each batch.
+            "file_io_sync": False,
+        }
+    )
+
+
+def _ocdbt(folder: Any) -> dict[str, Any]:
+    """How TensorStore names the database of arrays in a folder."""
+    return {"driver": "ocdbt", "base": _kvstore(folder)}
+
+
+def part_of_process(folder: Any, save: str) -> Any:
+    """The folder of what this process writes, in that of a checkpoint."""
+    return folder / STATE / f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
+
+
+def _written_to(folder: Any) -> dict[str, Any]:
+    """How TensorStore names a database that is written."""
+    return {
+        **_ocdbt(folder),
+        # What describes the arrays is in the tables, and these are in files of their own,
+        # so that those of `d` have nothing but chunks.
+        "config": {"max_inline_value_bytes": _INLINE_BYTES},
+        "value_data_prefix": "d/",
+        "btree_node_data_prefix": "tables/",
+        "version_tree_node_data_prefix": "tables/",
+        # Several files, of which threads write one each.
+        "target_data_file_size": _FILE_BYTES,
+    }
+
+
+def merge(folder: Any, save: str) -> None:
+    """Make one database, which refers to those that all processes have written.
+
+    **Arguments:**
+
+    - `folder`: the folder of a checkpoint.
+    - `save`: the name of the save.
+    """
+    import tensorstore as ts
+
+    state = folder / STATE
+    settings = _context()
+    whole = ts.KvStore.open(_ocdbt(state), context=settings).result()
+    transaction = ts.Transaction(atomic=True)
+    copies = [
+        ts.KvStore.open(_ocdbt(part), context=settings)
+        .result()
+        .experimental_copy_range_to(whole.with_transaction(transaction))
+        # Not `glob`, which the folder's own name could mislead.
+        for part in state.iterdir()
+        if part.name.startswith("ocdbt.process_") and part.name.endswith(f"_{save}")
+    ]
+    for copy in copies:
+        copy.result()
+    transaction.commit_sync()
+
+
+# Write
+
+#: Copies of an array on several devices each write a part of it if that is this large: to
+#: cut the parts takes a program for each shape, and more files.
+_PART_BYTES = 2**24
+#: How much is on its way to the disk or the store at a time, because chunks that are not
+#: contiguous in the memory are copied; or, of much, one of so many batches.
+_BATCH_BYTES, _MOST_BATCHES = 2**25, 64
+_CODECS = [
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "crc32c"},
+]
+
+
+class _Part(NamedTuple):
+    """What a process writes of an array."""
+
+    shape: tuple[int, ...]  #: Of the whole array.
+    dtype: Any
+    chunk: tuple[int, ...]
+    #: Where in the array each begins, and the numbers.
+    shards: list[tuple[tuple[int, ...], np.ndarray]]
+
+
+def copy_parts(arrays: Mapping[str, jax.Array], chunk_bytes: int) -> dict[str, _Part]:
+    """Copy this process's parts of arrays, so that these may be donated.
+
+    On CPUs the memory is shared, and the next step leaves it alone.
+
+    **Arguments:**
+
+    - `arrays`: arrays by path.
+    - `chunk_bytes`: how many bytes a chunk has at most, if it can be cut to that.
+    """
+    shapes = {path: _part_shape(array) for path, array in arrays.items()}
+    ours = {path: [*_cut(array, shapes[path])] for path, array in arrays.items()}
+    # Begin all copies before waiting for the first one.
+    for shards in ours.values():
+        for _, data in shards:
+            data.copy_to_host_async()
+    return {
+        path: _Part(
+            array.shape,
+            array.dtype,
+            _chunk(array.shape, shapes[path], array.dtype.itemsize, chunk_bytes),
+            [(begin, np.asarray(data)) for begin, data in ours.pop(path)],
+        )
+        for path, array in arrays.items()
+    }
+
+
+def _part_shape(array: jax.Array) -> tuple[int, ...]:
+    """The shape of what one device writes: a shard, or a part of one that has copies."""
+    shape = [*array.sharding.shard_shape(array.shape)]
+    size = math.prod(shape)
+    copies = len(array.sharding.device_set) * size // array.size
+    even = [n for n in shape if n % copies == 0]
+    if copies > 1 and even and size * array.dtype.itemsize >= _PART_BYTES:
+        shape[shape.index(max(even))] //= copies
+    return tuple(shape)
+
+
+def _cut(
+    array: jax.Array, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    """Where each part that this process writes begins, and the part."""
+    for shard in array.addressable_shards:
+        begin, data = [dim.start or 0 for dim in shard.index], shard.data
+        cut = [dim for dim, n in enumerate(shape) if n < data.shape[dim]]
+        for dim in cut:
+            at = shard.replica_id * shape[dim]
+            begin[dim] += at
+            data = jax.lax.dynamic_slice_in_dim(data, at, shape[dim], dim)
+        if cut or shard.replica_id == 0:
+            # The array would keep the copy of its own shard as long as it lives.
+            yield (
+                tuple(begin),
+                jax.make_array_from_single_device_arrays(shape, data.sharding, [data]),
+            )
+
+
+def _chunk(
+    shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, most: int
+) -> tuple[int, ...]:
+    """The shape of chunks: the longest dims of a part are cut until these are small."""
+    chunk = [*part]
+    while math.prod(chunk) * itemsize > most:
+        cut = [
+            _cut_length(n, evenly=mine < whole)
+            for n, mine, whole in zip(chunk, part, shape)
+        ]
+        if cut == chunk:
+            break
+        dim = max((dim for dim, n in enumerate(chunk) if cut[dim] < n), key=cut.__getitem__)
+        chunk[dim] = cut[dim]
+    return tuple(chunk)
+
+
+def _cut_length(length: int, *, evenly: bool) -> int:
+    """Half of a length, or so.
+
+    **Arguments:**
+
+    - `length`: of a chunk, along one dim.
+    - `evenly`: whether it must remain a divisor: no two processes may write one chunk, so
+        along a dim that is split between them, their parts consist of whole chunks.
+    """
+    if not evenly:
+        return -(-length // 2)
+    return length // next((n for n in range(2, length + 1) if length % n == 0), 1)
+
+
+def write_parts(parts: dict[str, _Part], folder: Any, given_up: threading.Event) -> None:
+    """Write each part into its own Zarr array, in a database, and forget it.
+
+    **Arguments:**
+
+    - `parts`: the parts, by the paths of their arrays; empty at the end.
+    - `folder`: that of the database.
+    - `given_up`: once it is set, `OSError` is raised after a batch.
+    """
+    import tensorstore as ts
+
+    base, settings = _written_to(folder), _context()
+    size = sum(each.nbytes for part in parts.values() for _, each in part.shards)
+    slabs = _slabs(parts)
+    while batch := [*_take(slabs, max(_BATCH_BYTES, size // _MOST_BATCHES))]:
+        if given_up.is_set():
+            raise OSError("the save was given up")
+        transaction = ts.Transaction(atomic=True)
+        opened = {
+            path: ts.open(
+                _spec(base, path, part), context=settings, transaction=transaction
+            )
+            for path, part in {path: part for path, part, *_ in batch}.items()
+        }
+        writes = [
+            # Nobody changes the numbers, so they need not be copied once more.
+            opened[path]
+            .result()[_box(begin, numbers.shape)]
+            .write(numbers, can_reference_source_data_indefinitely=True)
+            for path, _, begin, numbers in batch
+        ]
+        for write in writes:
+            write.result()
+        transaction.commit_sync()
+
+
+#: A path, its part, where in the array it begins, and the numbers.
+_Slab = tuple[str, _Part, tuple[int, ...], np.ndarray]
+
+
+def _slabs(parts: dict[str, _Part]) -> Iterator[_Slab]:
+    """Parts of one chunk's length along the first dim."""
+    while parts:
+        path, part = parts.popitem()
+        while part.shards:
+            begin, numbers = part.shards.pop()
+            if not part.shape:
+                yield path, part, begin, numbers
+                continue
+            for at in range(0, len(numbers), part.chunk[0]):
+                slab = numbers[at : at + part.chunk[0]]
+                yield path, part, (begin[0] + at, *begin[1:]), slab
+
+
+def _take(slabs: Iterator[_Slab], most: int) -> Iterator[_Slab]:
+    size = 0
+    while size < most and (slab := next(slabs, None)) is not None:
+        size += slab[-1].nbytes
+        yield slab
+
+
+def _spec(base: Mapping[str, Any], path: str, part: _Part) -> dict[str, Any]:
+    grid = {"name": "regular", "configuration": {"chunk_shape": part.chunk}}
+    return {
+        "driver": "zarr3",
+        "kvstore": {**base, "path": f"{path}/"},
+        "metadata": {
+            "shape": part.shape,
+            "data_type": str(part.dtype),
+            "chunk_grid": grid,
+            "codecs": _CODECS,
+        },
+        "create": True,
+        "open": True,
+        # A chunk that is not there is damage.
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _box(begin: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + n) for at, n in zip(begin, shape))
+
+
+# Read
 
 #: How many chunks are read at a time: the memory that reading takes besides the part of an
 #: array that is read.
@@ -40,14 +338,12 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     Keys are not wrapped yet. Raises `DamageError`, or `OSError` if the files cannot be
     read, even after some tries.
     """
-    # Orbax would read all chunks of several parts at once, and the whole array for parts
-    # that straddle chunks: several times the memory of the arrays that are read.
     import tensorstore as ts
 
     base = _base(folder)
     # Else each array would read the table of all of them again.
     tables = {_TABLES: {"total_bytes_limit": _TABLE_BYTES}}
-    settings = ts.Context(tables, parent=context() if is_remote(folder) else None)
+    settings = ts.Context(tables, parent=_context())
     arrays = {}
     for path, leaf in wanted.items():
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
@@ -104,13 +400,13 @@ def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
 
 def _base(folder: Any) -> dict[str, Any]:
     """Where the arrays of a checkpoint are, as TensorStore names it."""
-    if is_remote(folder) and (folder / ARRAYS).exists():
-        return kvstore(folder / ARRAYS)
-    if not (folder / STATE).exists():
-        raise UsageFileError(
-            f"this process cannot see {folder}; use a directory that all hosts share."
-        )
-    return {**ocdbt(folder / STATE), "cache_pool": _TABLES}
+    if (folder / STATE).exists():
+        return {**_ocdbt(folder / STATE), "cache_pool": _TABLES}
+    if (folder / ARRAYS).exists():
+        return _kvstore(folder / ARRAYS)
+    raise UsageFileError(
+        f"this process cannot see {folder}; use a directory that all hosts share."
+    )
 
 
 def place_parts(

@@ -25,10 +25,9 @@ from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys
-from ._best import Mode, best_mode, best_of
-from ._changes import Changed, Changes, Missing, Unused, fill
-from ._description import describe
-from ._folder import CheckpointFolder, Step
+from ._folder import CheckpointFolder, Mode, Step, best_mode, best_of
+from ._manifest import describe
+from ._match import Changed, Changes, Missing, Unused, fill
 from ._writer import CheckpointWriter
 
 _LOG = logging.getLogger(__name__)
@@ -40,10 +39,10 @@ class Checkpointer:
     """Saves the states of a run in a folder, and restores them onto any mesh.
 
     A checkpoint is the folder `directory/STEP`: the state's arrays by path, as
-    [Orbax](https://orbax.readthedocs.io) reads them, each chunk with its CRC-32C; a
-    readable `description.json` (paths, shapes, dtypes, mesh, the loader's position, the
-    metrics); and `checksums.txt`, which is written last: a folder without it was
-    interrupted, and does not count. It has the SHA-256 of every other file, or of large
+    [TensorStore](https://google.github.io/tensorstore) reads them, each chunk with its
+    CRC-32C; a readable `description.json` (paths, shapes, dtypes, mesh, the loader's
+    position, the metrics); and `checksums.txt`, which is written last: a folder without it
+    was interrupted, and does not count. It has the SHA-256 of every other file, or of large
     files of arrays the size.
 
     Saving waits for the state's step and for the copy of its arrays from the devices; a

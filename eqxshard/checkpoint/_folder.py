@@ -12,7 +12,11 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -27,21 +31,25 @@ from ..distributed import (
 from ..sharding._files import (
     as_text,
     is_remote,
+    open_file,
     read_bytes,
     sync,
     sync_all,
     with_retries,
     writable_path,
 )
-from ..sharding._text import GONE
-from ._arrays import DamageError
-from ._checksums import CHECKSUMS, invalidate, is_complete, verify, write_checksums
-from ._description import FILE, FormatError, parse_description
-from ._lock import FILE as LOCK
-from ._lock import FolderLock, is_lock
-from ._object_store import ARRAYS
-from ._orbax import STATE
-from ._save import WRITTEN
+from ..sharding._text import GONE, did_you_mean
+from ._arrays import ARRAYS, STATE, DamageError
+from ._manifest import (
+    CHECKSUMS,
+    DESCRIPTION,
+    FormatError,
+    invalidate,
+    is_complete,
+    parse_description,
+    verify,
+    write_checksums,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,9 +66,12 @@ _MARK_TEXT = (
     "The numbered folders here are checkpoints of eqxshard, which removes old ones.\n"
 )
 _STEP_TEXT = "The checkpoint of step {} of eqxshard, which removes it when it is old.\n"
+#: The folder of the marks that processes leave once they have written.
+WRITTEN = "written"
 #: All that is written in the folder of a checkpoint, besides its mark.
 _OURS = (
-    *(STATE, ARRAYS, WRITTEN, FILE, CHECKSUMS, f".{CHECKSUMS}.part"),
+    *(STATE, ARRAYS, WRITTEN, DESCRIPTION, CHECKSUMS, f".{CHECKSUMS}.part"),
+    # Of earlier versions, for Orbax.
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
 
@@ -77,7 +88,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = folder_path(path)
+        self.path = _folder_path(path)
         #: Held from `claim` on, in process 0.
         self.lock = FolderLock(self.path)
         #: How the checkpoints that were found damaged are, by their steps.
@@ -136,11 +147,11 @@ class CheckpointFolder:
 
         Raises `ValueError` if it is damaged, or another error if it cannot be read.
         """
-        description = parse_description(read_bytes(self.at(step) / FILE))
+        description = parse_description(read_bytes(self.at(step) / DESCRIPTION))
         if description["step"] != step:
             raise UsageError(
-                f"{FILE} says step {description['step']}, so the folder was renamed or "
-                "copied"
+                f"{DESCRIPTION} says step {description['step']}, so the folder was renamed "
+                "or copied"
             )
         return description
 
@@ -236,7 +247,7 @@ class CheckpointFolder:
         On return a loss of power leaves it whole, so that older ones may be removed.
         """
         folder = self.at(description["step"])
-        (folder / FILE).write_text(json.dumps(description, indent=1) + "\n")
+        (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
         if not is_remote(folder):
             sync_all(folder)
         write_checksums(folder)
@@ -290,8 +301,8 @@ class CheckpointFolder:
         """Whether something that nobody has claimed bears one of our names."""
         if _is_step(path.name):
             return not (is_complete(path) or self._is_ours(int(path.name)))
-        if path.name == LOCK and not is_remote(path):
-            return os.path.islink(path) or not is_lock(path)
+        if path.name == _LOCK and not is_remote(path):
+            return os.path.islink(path) or not _is_lock(path)
         return path.name == _MARK
 
     def _is_ours(self, step: int) -> bool:
@@ -350,7 +361,7 @@ def is_claimed(path: Any) -> bool:
     return _has_mark(path, _MARK_TEXT)
 
 
-def folder_path(path: str | os.PathLike[str]) -> Any:
+def _folder_path(path: str | os.PathLike[str]) -> Any:
     """A folder, local or not, as an `etils.epath.Path`."""
     # Later: it takes a while to import, and not every run needs it.
     from etils import epath
@@ -452,3 +463,179 @@ def _remove(folder: Any) -> None:
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
+
+
+# One program at a time
+
+#: How long file servers keep the lock of a host that is gone, at most.
+_GRACE_SECONDS = 120.0
+
+#: The file in the folder. What it says is only for messages.
+_LOCK = "lock"
+_BEGINS = b"process "
+#: Not through a link, which may lead to a file that is not ours to write to.
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+#: The locked files of this process. The system unlocks them when it ends, however it ends.
+_HELD: dict[str, int] = {}
+
+
+class FolderLock:
+    """Keeps other programs from writing to a folder; those of this process share the lock.
+
+    Object stores, and file systems without locks, are left unlocked.
+
+    **Arguments:**
+
+    - `folder`: an `etils.epath.Path`.
+    """
+
+    def __init__(self, folder: Any):
+        self._folder = folder
+        self._path = os.path.join(folder, _LOCK)
+        self._file: int | None = None
+        #: How many runs have claimed the folder, and not ended yet: it stays locked.
+        self.claims = 0
+
+    def acquire(self) -> str | None:
+        """Lock the folder, which exists; return a sentence if another program has it."""
+        if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
+            # The folder was deleted or renamed, and made again.
+            os.close(_HELD.pop(self._path))
+        # It may be held by another path, through a link.
+        if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
+            return None
+        began = time.monotonic()
+        while (holder := self._try()) is not None:
+            waited = time.monotonic() - began
+            if not _is_elsewhere(holder) or waited > _GRACE_SECONDS:
+                return (
+                    f"{self._folder} is in use by {holder}; wait until that run ends, or "
+                    "give this one another folder."
+                )
+            if waited < 1:
+                words = "%s is locked by %s; waiting %d s, in case that host died."
+                _LOG.warning(words, self._folder, holder, _GRACE_SECONDS)
+            time.sleep(1)
+        return None
+
+    def _try(self) -> str | None:
+        """Lock the folder; return what is known of who has it, if another does."""
+        while True:
+            file = os.open(self._path, _OPEN, 0o666)
+            if not _lock(file):
+                with open(file, "rb") as locked:
+                    for _ in range(10):
+                        if text := locked.read(200):
+                            return text.decode(errors="replace")
+                        time.sleep(0.1)  # It is about to say.
+                return "another program"
+            if _is_at(file, self._path):
+                break
+            os.close(file)  # Another program has released, and so removed, it.
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        # It may be empty, or zeros: that of a program that was killed just here, of a full
+        # disk, or from before a loss of power.
+        if not _BEGINS.startswith(os.read(file, len(_BEGINS)).rstrip(b"\0")):
+            os.close(file)
+            raise OSError(f"{self._path} is not a lock of eqxshard")
+        with contextlib.suppress(OSError):  # A full disk.
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            text = f"{os.getpid()} on {platform.node()} since {now}"
+            os.write(file, _BEGINS + text.encode())
+        self._file = _HELD[self._path] = file
+        return None
+
+    def release(self) -> None:
+        """Let others write to the folder, if it is not claimed, and this has locked it."""
+        if self.claims or self._file is None:
+            return
+        if _HELD.get(self._path) == self._file:
+            with contextlib.suppress(OSError):
+                if _is_at(self._file, self._path):
+                    os.unlink(self._path)
+            os.close(_HELD.pop(self._path))
+        self._file = None
+
+
+def _is_lock(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a lock that a program of ours has, or had when it was killed."""
+    with open_file(path) as file:
+        return file.read(len(_BEGINS)) == _BEGINS
+
+
+def _is_elsewhere(holder: str) -> bool:
+    """Whether another host has a lock: a file server may keep that of one that died."""
+    _, known, host = holder.partition(" on ")
+    return bool(known) and host.partition(" since ")[0] != platform.node()
+
+
+def _lock(file: int) -> bool:
+    """Lock a file unless another process has; where there are no locks, it is as if."""
+    try:
+        import fcntl  # Windows has none.
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (OSError, ImportError) as error:
+        _LOG.debug("there are no locks here: %s", error)
+    return True
+
+
+def _is_at(file: int, path: str) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _forget_in_child() -> None:
+    """A forked process, such as a data worker, must not keep the locks of its parent."""
+    for file in _HELD.values():
+        os.close(file)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# The best
+
+Mode = Literal["min", "max"]
+
+#: The last words of metrics that everybody wants small, or large.
+_SMALL, _LARGE = ("loss", "error", "perplexity"), ("accuracy", "acc")
+
+
+def best_mode(metric: str, mode: Mode | None) -> Mode:
+    """The mode that was given for a metric, or the one that its name leaves no doubt of.
+
+    **Raises:**
+
+    `ValueError` if the mode is not known, or has to be said.
+    """
+    if mode in ("min", "max"):
+        return mode
+    if mode is not None:
+        raise UsageError(f"mode={mode!r} is not a mode; use 'min' or 'max'.")
+    word = re.split(r"[^a-z]+", metric.lower())[-1]
+    if word in _SMALL:
+        return "min"
+    if word in _LARGE:
+        return "max"
+    hint = did_you_mean(word, (*_SMALL, *_LARGE), 0.75)
+    hint = hint.replace("'", f"'{metric.removesuffix(word)}", 1)
+    say = f"{hint}Otherwise say" if hint else "say"
+    raise UsageError(
+        f"the name {metric} leaves open whether small or large is best; {say} mode='min' "
+        "or mode='max'."
+    )
+
+
+def best_of(values: Mapping[int, float], mode: Mode) -> int | None:
+    """The step with the best value; of equals, the first; `None` of no values."""
+    sign = 1 if mode == "max" else -1
+    return max(values, key=lambda step: (sign * values[step], -step), default=None)

@@ -11,7 +11,7 @@ import numpy as np
 from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import format_array
 from ..sharding._text import first_few
-from ._description import describe_difference
+from ._match import describe_difference
 
 Rename = Callable[[str], str | Sequence[str] | None] | Mapping[str, str | None]
 Transform = Callable[[str, Any], Any]

@@ -1,4 +1,4 @@
-"""A model's weights in files that other libraries read and write."""
+"""A model's weights in files that other libraries read and write (safetensors)."""
 
 import functools
 import json
@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import UsageError, UsageOSError
+from .._errors import UsageError, UsageFileError, UsageOSError
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
-from ..sharding._files import local_path, sync
+from ..sharding._files import local_path, open_file, read_json, sync
 from ..sharding._leaves import as_weak_as
 from ..sharding._text import first_few
 from ..training._donation import check_state_not_donated
 from ..training._state import refuse_state
 from ._arrays import partition_by_path, place_parts, target_sharding
-from ._weight_files import DTYPES, map_weights
 from ._weight_names import (
     Names,
     Rename,
@@ -35,7 +34,26 @@ from ._weight_names import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+#: The dtypes of safetensors, by the names it gives them.
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 #: For each array of a file: its path in the model, its name, and its values.
 _Arrays = Iterable[tuple[str, str, np.ndarray]]
@@ -188,7 +206,7 @@ def load_weights(
     """
     refuse_state(like, "load_weights")
     wanted, static = partition_by_path(like)
-    arrays = map_weights(Path(path))
+    arrays = _map_weights(Path(path))
     report, fitting = match_weights(arrays, wanted, rename, transform, ignore)
     faults = [*report.different.values()]
     if not partial:
@@ -251,7 +269,7 @@ def compare_weights(
     """
     refuse_state(like, "compare_weights")
     wanted, _ = partition_by_path(like)
-    arrays = map_weights(Path(path))
+    arrays = _map_weights(Path(path))
     return match_weights(arrays, wanted, rename, transform, ignore)[0]
 
 
@@ -340,3 +358,77 @@ def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
         sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+# Files of safetensors
+
+
+def _map_weights(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file or folder of weights, by name.
+
+    They are memory-mapped: nothing is read yet.
+
+    **Arguments:**
+
+    - `path`: as for [`eqxshard.load_weights`][].
+
+    **Raises:**
+
+    `FileNotFoundError` if there is nothing at `path`, `ValueError` if it cannot be read.
+    """
+    file = _find_in(path) if path.is_dir() else path
+    files, arrays = [file], dict[str, np.ndarray]()
+    try:
+        if file.name.endswith(".index.json"):
+            names = {*read_json(file)["weight_map"].values()}
+            files = [file.with_name(name) for name in sorted(names)]
+        for file in files:
+            arrays |= dict(_map_file(file))
+    except FileNotFoundError:
+        raise
+    # A damaged file, or one made to do harm, can raise anything.
+    except Exception as error:
+        said = str(error).split("\n")[0]
+        raise UsageError(
+            f"{os.fspath(file)!r} cannot be read ({type(error).__name__}: {said}); fetch "
+            "it again, or convert it to safetensors."
+        ) from error
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
+
+
+def _find_in(folder: Path) -> Path:
+    """The one file, or index of several, in a folder."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    found = indices or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise UsageFileError(
+            f"{os.fspath(folder)!r} has {len(found)} files to choose from; give the path "
+            "of one, or a folder with one *.safetensors.index.json or *.safetensors."
+        )
+    return found[0]
+
+
+def _map_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of one file."""
+    from safetensors import safe_open
+
+    # Neither a FIFO nor a device.
+    open_file(path).close()
+    if path.suffix != ".safetensors":
+        raise UsageError("its name must end in .safetensors")
+    # Validates the header.
+    with safe_open(path, "np"):
+        pass
+    # It cannot read 8-bit floats into NumPy. A memory map can, and reads only parts.
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    # Mapped from the start, because the data may be empty, which cannot be mapped.
+    data = np.asarray(np.memmap(path, np.uint8, "r"))[8 + length :]
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        dtype = jnp.dtype(_DTYPES[entry["dtype"]])
+        yield name, data[start:stop].view(dtype).reshape(entry["shape"])

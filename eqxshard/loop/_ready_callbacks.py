@@ -11,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from ..checkpoint._best import Mode, best_mode
+from ..checkpoint._folder import Mode, best_mode
 from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
 from ..training._state import map_models, states_of

@@ -83,7 +83,8 @@ def cli(
                     "not called; leave it out."
                 )
             else:
-                # Orbax's logging would put the names of loggers before what they say.
+                # absl's logging, which Grain uses, would put the names of loggers before
+                # what they say.
                 logging.basicConfig(format="%(message)s")
                 _cache_compiled()
                 initialize()

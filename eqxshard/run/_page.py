@@ -22,8 +22,8 @@ from ..sharding._text import comma_list, format_mesh
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
 from ._curves import draw_curves
-from ._folder import RunFolder, read_values
 from ._read_run import SPEED, Point, RecordedRun, changes, read_run, showing
+from ._run_folder import RunFolder, read_values
 
 #: The most evaluations that are listed: the last ones.
 _MOST_EVALUATIONS = 200

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._errors import UsageError
-from ..checkpoint._best import best_of
-from ..checkpoint._folder import CheckpointFolder
+from ..checkpoint._folder import CheckpointFolder, best_of
 from ..loop._clock import goodput
 from ..pages._format import format_value
 from ..sharding._text import comma_list, format_mesh
 from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Metric, metrics, times
-from ._folder import RunFolder, read_values
+from ._run_folder import RunFolder, read_values
 
 #: What the speed is called among the metrics.
 SPEED = "examples per second"

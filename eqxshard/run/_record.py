@@ -24,15 +24,15 @@ from ..sharding._text import say
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
 from ._config import RunConfig
-from ._folder import RunFolder, read_values
 from ._read_run import changes
+from ._run_folder import RunFolder, read_values
 
 _LOG = logging.getLogger(__name__)
 #: The loggers of all modules of this library are below it.
 _OURS = logging.getLogger("eqxshard")
 
 #: The packages whose versions matter most; the second line is for accelerators.
-_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
 #: What each start of a run is recorded with, because it may differ from the others.

@@ -10,15 +10,15 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from ..checkpoint._best import Mode
 from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._folder import Mode
 from ..sharding._leaf_rules import replicate
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._init import abstract_state, init_state
 from ..training._state import with_state
 from ._config import RunConfig
-from ._folder import RunFolder, default_folder, read_values
+from ._run_folder import RunFolder, default_folder, read_values
 
 
 def restore_model(

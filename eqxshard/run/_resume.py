@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from .._errors import UsageError
-from ..checkpoint._changes import Changes
 from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._match import Changes
 from ..data._loader import Loader
 from ..training._init import abstract_state, complete_state
 from ._config import RunConfig

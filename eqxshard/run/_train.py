@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from ..checkpoint._best import Mode, best_mode
-from ..checkpoint._changes import Changes, Missing, Unused
 from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._folder import Mode, best_mode
+from ..checkpoint._match import Changes, Missing, Unused
 from ..compiled._findings import Lint
 from ..data._batches import Transform
 from ..data._loader import Remainder
@@ -46,7 +46,6 @@ from ..training._state import states_of, step_of, unused_axes
 from ..training._train_step import TrainStep
 from ..training._update import Nonfinite
 from ._config import MakeOptim, RunConfig, last_step, parse_profile
-from ._folder import RunFolder, default_folder, script_name
 from ._parts import (
     Evaluation,
     MakeModel,
@@ -60,6 +59,7 @@ from ._plan_run import plan_run
 from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, name_settings, versions
 from ._resume import restore_position, restore_state
+from ._run_folder import RunFolder, default_folder, script_name
 
 #: Steps between checkpoints, and between evaluations, with data that have no epochs.
 _WITHOUT_EPOCHS = 1000

@@ -4,10 +4,43 @@ import numpy as np
 import optax
 import pytest
 import tensorstore as ts
-from helpers import make_mesh
+from helpers import assert_equal, make_mesh
 
 import eqxshard
 from eqxshard.checkpoint._arrays import partition_by_path, place_parts
+
+
+def placed(shape, dtype, *axes):
+    numbers = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    there = jax.NamedSharding(make_mesh("data=2,fsdp=4"), jax.P(*axes))
+    return jax.device_put(numbers, there)
+
+
+@pytest.mark.versions
+def test_tensorstore_alone_reads_arrays_however_they_were_placed(tmp_path):
+    model = {
+        "scalar": placed((), "float32"),
+        "split": placed((8, 6), "bfloat16", "fsdp"),
+        "both": placed((8, 6), "int8", ("data", "fsdp")),
+        "copies": placed((5,), "bool"),
+        "large": placed((1024, 4096), "float32", "fsdp"),
+        "large copies": placed((1024, 1024), "float32"),
+        "zeros": jnp.zeros((3, 2)),
+        "empty": jnp.zeros((0, 2)),
+    }
+    state = eqxshard.TrainState(jnp.int32(3), model, (), jax.random.key(0))
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(state), state)
+    base = {"driver": "file", "path": f"{tmp_path}/3/state/"}
+    wanted = {f"model.{name}": leaf for name, leaf in model.items() if leaf.size}
+    wanted |= {"step": state.step, "key": jax.random.key_data(state.key)}
+    for path, leaf in wanted.items():
+        where = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+        stored = ts.open({"driver": "zarr3", "kvstore": where}).result()
+        assert stored.dtype.numpy_dtype == leaf.dtype
+        np.testing.assert_array_equal(stored.read().result(), leaf)
 
 
 def test_two_arrays_with_one_path_are_refused():

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 from etils import epath
 
-from eqxshard.checkpoint._checksums import verify, write_checksums
+from eqxshard.checkpoint._manifest import verify, write_checksums
 
 
 @pytest.fixture

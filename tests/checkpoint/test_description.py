@@ -5,7 +5,7 @@ import pytest
 from hostile_files import deep_json
 
 import eqxshard
-from eqxshard.checkpoint._description import describe, parse_description
+from eqxshard.checkpoint._manifest import describe, parse_description
 
 
 def test_checkpoints_describe_themselves(checkpoints):

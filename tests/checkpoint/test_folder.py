@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eqxshard
-from eqxshard.checkpoint import _arrays, _checksums
-from eqxshard.checkpoint._checksums import write_checksums
+from eqxshard.checkpoint import _arrays, _manifest
+from eqxshard.checkpoint._manifest import write_checksums
 from eqxshard.sharding import _files
 
 
@@ -305,8 +305,8 @@ def test_a_read_that_fails_is_tried_again_and_is_not_damage(
             raise OSError(errno.EIO, "Input/output error")
         return digest(file)
 
-    digest = _checksums._digest
-    monkeypatch.setattr(_checksums, "_digest", read)
+    digest = _manifest._digest
+    monkeypatch.setattr(_manifest, "_digest", read)
     monkeypatch.setattr(_files, "_WAITS", (0, 0, 0))
     checkpointer = eqxshard.Checkpointer(folder)
     if times > 3:

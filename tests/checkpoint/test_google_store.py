@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from store_helpers import (
@@ -31,8 +32,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def link():
     """A way to a server of Google Cloud Storage, which asks for no credentials."""
-    server = [sys.executable, "-m", "gcp_storage_emulator", "start"]
-    command = [*server, "--host=127.0.0.1", "--in-memory", "--quiet"]
+    server = Path(__file__).parents[1] / "google_server.py"
+    options = ("start", "--host=127.0.0.1", "--in-memory", "--quiet")
+    command = [sys.executable, str(server), *options]
     with linked(command) as link, pytest.MonkeyPatch.context() as m:
         address = f"http://127.0.0.1:{link.port}"
         m.setenv("TENSORSTORE_GCS_HTTP_URL", address)

@@ -36,7 +36,7 @@ def test_power_lost_at_any_moment_leaves_the_newest_checkpoint_or_the_one_before
     def then_maybe_lose(call):
         def called(*args, **kwargs):
             result = call(*args, **kwargs)
-            if rng.random() < 0.12:
+            if rng.random() < 0.2:
                 lose()
             return result
 

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from checkpoint_helpers import copied, like, new_state
 from helpers import assert_equal, make_mesh
 
 import eqxshard
-from eqxshard.checkpoint._checksums import write_checksums
+from eqxshard.checkpoint._manifest import write_checksums
 
 #: Format 1: step 7 of a small state, on a mesh of 2 x 4 devices.
 OLD = Path(__file__).parent / "written_by_0.1.0.zip"
@@ -39,6 +40,23 @@ def test_a_checkpoint_of_the_first_format_is_read_and_can_be_continued(tmp_path,
     checkpointer.save(later, metrics={"eval/loss": 0.1})
     checkpointer.wait()
     assert checkpointer.steps() == [8]
+    assert not (tmp_path / "7").exists()
+
+
+def test_arrays_without_a_database_are_read(checkpoints, tmp_path):
+    """Version 0.1.0 wrote them so to object stores, from where they may be copied."""
+    folder = copied(checkpoints, tmp_path)
+    checkpointer = eqxshard.Checkpointer(folder)
+    state = checkpointer.restore(like())
+    base = {"driver": "file", "path": f"{folder}/10/state/"}
+    database = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    for name in database.list().result():
+        file = folder / "10" / "arrays" / name.decode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(database.read(name).result().value)
+    shutil.rmtree(folder / "10" / "state")
+    write_checksums(checkpointer.directory / "10")
+    assert_equal(checkpointer.restore(like()), state)
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_and_stays(checkpoints, tmp_path):

@@ -50,7 +50,7 @@ def assert_same_result(run, finished):
 def test_a_disk_that_is_full_at_the_end_keeps_the_result(
     tmp_path, finished, monkeypatch, caplog
 ):
-    monkeypatch.setattr("eqxshard.run._folder.write_whole", full)
+    monkeypatch.setattr("eqxshard.run._run_folder.write_whole", full)
     run = train(tmp_path)
     assert_same_result(run, finished)
     assert "summary.json cannot be written: [Errno 28] No space left" in caplog.text

@@ -5,8 +5,7 @@ from hostile_files import forbid
 from page_parser import parse, rows
 from run_page_helpers import make_lines, make_record, make_run
 
-from eqxshard.checkpoint._checksums import write_checksums
-from eqxshard.checkpoint._description import describe
+from eqxshard.checkpoint._manifest import describe, write_checksums
 from eqxshard.run import RunFolder
 from eqxshard.run._page import save_page
 from eqxshard.run._read_run import read_run, summarize

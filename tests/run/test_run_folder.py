@@ -8,7 +8,7 @@ import pytest
 import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._config import Resume
-from eqxshard.run._folder import _PageTracker, default_folder
+from eqxshard.run._run_folder import _PageTracker, default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
 

@@ -1,4 +1,4 @@
-"""What a restore may change of a state: arrays renamed, initialized and dropped."""
+"""Which saved arrays become which of a state: renamed, initialized, dropped, compared."""
 
 import contextlib
 import dataclasses
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._errors import UsageError
+from ..sharding._leaves import format_array
 from ..sharding._text import did_you_mean, first_few
 from ..training._donation import check_not_donated, copy_array
-from ._description import check_structure
+from ._manifest import abstract_array
 
 Missing = Literal["error", "init"]
 Unused = Literal["error", "drop"]
@@ -103,7 +105,7 @@ class Changes:
         has: list[str] = []
         if self.unused == "error":
             has = [path for path in changed.dropped if moved[path] is not None]
-        check_structure(
+        _check_structure(
             {path: wanted[path] for path in wanted if path in sure or path in lacks},
             {new: saved[old] for new, old in sources.items() if old in kept or old in has},
             where,
@@ -242,3 +244,39 @@ def _move(path: str, rename: Mapping[str, str | None]) -> str | None:
 
 def _is_below(path: str, beginning: str | None) -> bool:
     return path == beginning or path.startswith(f"{beginning}.")
+
+
+def _check_structure(
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Mapping[str, Any]],
+    where: str,
+    remedy: str = "read a part of it",
+) -> None:
+    """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
+    faults = []
+    # In the model's order; the optimizer's state, which repeats its faults, comes later.
+    for path in dict.fromkeys((*wanted, *saved)):
+        if path not in saved:
+            faults.append(f"{path} {format_array(wanted[path])} is missing there")
+            continue
+        theirs = abstract_array(saved[path])
+        if path not in wanted:
+            faults.append(f"{path} {format_array(theirs)} is only there")
+        elif fault := describe_difference(path, theirs, wanted[path], "there"):
+            faults.append(fault)
+    if faults:
+        raise UsageError(
+            f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
+            f"(and the optimizer) that it was made with, or {remedy}."
+        )
+
+
+def describe_difference(path: str, saved: Any, leaf: Any, where: str) -> str | None:
+    """A phrase if a saved array cannot become a leaf: floating-point types convert."""
+    alike = saved.dtype == leaf.dtype or any(
+        jnp.issubdtype(saved.dtype, kind) and jnp.issubdtype(leaf.dtype, kind)
+        for kind in (jnp.floating, jnp.complexfloating)
+    )
+    if saved.shape == leaf.shape and alike:
+        return None
+    return f"{path} is {format_array(saved)} {where}, not {format_array(leaf)}"
