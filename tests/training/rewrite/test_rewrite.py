@@ -1,6 +1,7 @@
 """Rewritten programs return what plain JAX returns, whatever is in them."""
 
 import traceback
+import types
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from step_helpers import call_rewritten
 import eqxshard
 from eqxshard.training.rewrite._checks import Errors
 from eqxshard.training.rewrite._convolutions import fast_convolutions
-from eqxshard.training.rewrite._jaxprs import equations, open_jaxpr
+from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
 from eqxshard.training.rewrite._jit import step_rules
 
 #: How many primitives the programs of the sweep have between them, at least.
@@ -169,15 +170,23 @@ def wrong(jaxpr):
     return dict.fromkeys(range(len(jaxpr.eqns)), apply)
 
 
-def swapped(jaxpr):
-    """The same values in another order, and so of other types."""
-    return jaxpr.replace(outvars=jaxpr.outvars[::-1])
+def swapped(mesh, errors):
+    """Rewrites to the same values in another order, and so of other types."""
+    swap = lambda jaxpr: jaxpr.replace(outvars=jaxpr.outvars[::-1])  # noqa: E731
+    return types.SimpleNamespace(rewrite=lambda jaxpr: map_jaxpr(swap, jaxpr))
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("rewrite", [broken, wrong, swapped], ids=lambda fn: fn.__name__)
-def test_what_cannot_be_rewritten_runs_as_it_was(rewrite, monkeypatch):
-    monkeypatch.setattr("eqxshard.training.rewrite._jit.fast_convolutions", rewrite)
+@pytest.mark.parametrize(
+    "name, rewrite",
+    [
+        ("fast_convolutions", broken),
+        ("fast_convolutions", wrong),
+        ("step_rules", swapped),
+    ],
+)
+def test_what_cannot_be_rewritten_runs_as_it_was(name, rewrite, monkeypatch):
+    monkeypatch.setattr(f"eqxshard.training.rewrite._jit.{name}", rewrite)
     solves = lambda model, batch, key: jnp.linalg.solve(model.weight, batch["x"].T).sum(0)  # noqa: E731
     with pytest.warns(RuntimeWarning, match="could not rewrite a step") as warned:
         losses = [
