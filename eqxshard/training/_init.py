@@ -314,7 +314,7 @@ def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]
     given, structure = jax.tree.flatten(args)
     out: dict[str, Any] = {}
 
-    def flat(*arrays: Array) -> list[Array]:
+    def flat(*arrays: Array) -> list[Any]:
         left = iter(arrays)
         leaves = [next(left) if is_array(leaf) else leaf for leaf in given]
         made, out["structure"] = jax.tree.flatten(

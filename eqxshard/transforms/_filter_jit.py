@@ -98,7 +98,7 @@ class _FilterJit(Generic[_P, _T]):
         fn_static, out_shardings = self._fn_static, self._out_shardings
         count = static.array_count
 
-        def flat(*arrays: Array) -> tuple[list[Array], Static]:
+        def flat(*arrays: Array) -> tuple[list[Any], Static]:
             args, kwargs = static.combine(arrays[:count])
             # Without defaults: to leave one out is another program than to give it.
             arguments = self._signature.bind(*args, **kwargs).arguments
