@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from power import Disk
 
 import eqxshard
 
@@ -95,6 +94,9 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         if args.disk:
+            # A copy of this script, in another folder, has no such module beside it.
+            from power import Disk
+
             disk = Disk(Path(args.folder) / "checkpoints", Path(args.disk))
             stack.enter_context(disk.recording())
         train(args)
