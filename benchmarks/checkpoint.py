@@ -65,7 +65,7 @@ def by_eqxshard(state: Any, like: Any, folder: Path, wait: bool = False) -> Time
 
 
 def by_orbax(state: Any, like: Any, folder: Path) -> Times:
-    ocp = importlib.import_module("orbax.checkpoint.v1")
+    ocp = importlib.import_module("orbax.checkpoint").v1
 
     def named(state: Any) -> dict[str, Any]:
         leaves = jax.tree.leaves(state.model)
