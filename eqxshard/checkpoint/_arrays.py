@@ -43,12 +43,12 @@ def _kvstore(folder: Any) -> dict[str, Any]:
     where: dict[str, Any] = {"bucket": bucket, "path": f"{path.strip('/')}/"}
     if scheme != "s3":
         return {"driver": "gcs", **where}
-    said = os.environ
-    endpoint = said.get("AWS_ENDPOINT_URL_S3") or said.get("AWS_ENDPOINT_URL")
-    region = said.get("AWS_REGION") or said.get("AWS_DEFAULT_REGION")
+    given = os.environ
+    endpoint = given.get("AWS_ENDPOINT_URL_S3") or given.get("AWS_ENDPOINT_URL")
+    region = given.get("AWS_REGION") or given.get("AWS_DEFAULT_REGION")
     where |= {"endpoint": endpoint} if endpoint else {}
     where |= {"aws_region": region} if region else {}
-    if "AWS_ACCESS_KEY_ID" in os.environ:
+    if "AWS_ACCESS_KEY_ID" in given:
         where["aws_credentials"] = {"type": "environment"}
     return {"driver": "s3", **where}
 

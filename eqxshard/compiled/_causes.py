@@ -13,7 +13,7 @@ from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
 _OURS = os.path.join(Path(__file__).parent.parent, "")
-_STEP = str(Path(_OURS, "training", "rewrite", "_jit.py"))
+_STEP = str(Path(_OURS, "training", "_jit.py"))
 _PYTHONS = os.path.join(Path(os.__file__).parent, "")
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 

@@ -31,6 +31,7 @@ from ..training._inputs import (
     check_same,
     placed,
 )
+from ..training._jit import call_jitted, jit_on
 from ..training._optimizer import apply_update
 from ..training._state import (
     StateLayout,
@@ -43,7 +44,6 @@ from ..training._state import (
 )
 from ..training._train_step import TrainStep
 from ..training._update import StepConfig, compute_gradients
-from ..training.rewrite._jit import call_jitted, jit_on
 from ..transforms._partition import Static
 from ._values import NAN, Origin, Recorder, earliest
 

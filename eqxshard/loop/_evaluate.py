@@ -25,11 +25,11 @@ from ..training._donation import check_not_donated
 from ..training._eval_step import EvalStep
 from ..training._examples import Metrics
 from ..training._inputs import ONE_BATCH, Signature, mesh_of, placed
+from ..training._jit import call_jitted, jit_on
 from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
 from ..training._use import call_as_used
-from ..training.rewrite._jit import call_jitted, jit_on
 from ._batches import Batches, is_resident, read_from_start
 
 

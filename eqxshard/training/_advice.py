@@ -26,7 +26,7 @@ from ..sharding._mesh import batch_axes
 from ..sharding._text import comma_list, did_you_mean
 from ..transforms._compiles import function_name
 from ._inputs import DeviceBatches
-from .rewrite._jit import Program
+from ._jit import Program
 
 if TYPE_CHECKING:
     from ._step import Call

@@ -30,6 +30,7 @@ from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._advice import explaining_state, short_traceback
 from ._donation import any_donated, copy_shared
+from ._jit import jit_is_off
 from ._make import ArrayBuilder
 from ._optimizer import check_optim, init_optimizer
 from ._precision import LossScale, Precision, cast
@@ -44,7 +45,6 @@ from ._state import (
     without_state,
 )
 from .rewrite._jaxprs import map_jaxpr, open_jaxpr, scan_counts
-from .rewrite._jit import jit_is_off
 from .rewrite._types import erase_types
 
 #: Marks an array among leaves.

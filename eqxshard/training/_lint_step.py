@@ -21,10 +21,10 @@ from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import NamedLeaf, Rule, check_rule
 from ..sharding._text import first_few
 from ._inputs import STACKED_BATCHES, DeviceBatches, StepInput
+from ._jit import Program
 from ._optimizer import PER_LAYER, UPDATE, is_stacked
 from ._state import TrainState, split_model, without_state
 from .rewrite._jaxprs import all_jaxprs, consts_of, jaxprs_in, open_jaxpr
-from .rewrite._jit import Program
 
 if TYPE_CHECKING:
     from ._step import Call

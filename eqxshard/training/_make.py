@@ -25,6 +25,7 @@ from .._jax import Literal, Var, context_of, gensym, jaxpr_as_fun
 from ..sharding._explicit import auto_mesh, auto_sharding, with_types
 from ..sharding._leaves import as_weak_as, is_inexact, is_key
 from ..sharding._mesh import is_on_cpus
+from ._jit import cpu_options
 from .rewrite._jaxprs import (
     as_jaxpr,
     consts_of,
@@ -33,7 +34,6 @@ from .rewrite._jaxprs import (
     open_jaxpr,
     variables,
 )
-from .rewrite._jit import cpu_options
 
 #: How many calls may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8

@@ -45,9 +45,9 @@ from ._inputs import (
     is_elsewhere,
     placed,
 )
+from ._jit import Program, call_jitted, jit_on
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
-from .rewrite._jit import Program, call_jitted, jit_on
 
 #: Two keep a device busy while the host prepares the next. More only hold memory, and
 #: simulated CPU devices, whose collectives share one pool of threads, deadlock after some

@@ -21,7 +21,7 @@ from helpers import lenient, make_mesh
 import eqxshard
 from eqxshard.sharding import batch_sharding
 from eqxshard.testing import collectives
-from eqxshard.training.rewrite._jit import cpu_options
+from eqxshard.training._jit import cpu_options
 
 OPTIM = lenient(optax.adam(1e-3))
 KEY = jax.random.key(0)

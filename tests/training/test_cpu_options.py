@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from process_helpers import finished
 
-from eqxshard.training.rewrite._jit import cpu_options
+from eqxshard.training._jit import cpu_options
 
 SCRIPT = Path(__file__).parent.parent / "products_on_cpus.py"
 FUSIONS = "xla_cpu_experimental_ynn_fusion_type"

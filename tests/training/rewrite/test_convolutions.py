@@ -14,8 +14,8 @@ from helpers import lenient, make_mesh
 from step_helpers import call_rewritten
 
 import eqxshard
+from eqxshard.training._jit import jit_on
 from eqxshard.training.rewrite._convolutions import fast_convolutions
-from eqxshard.training.rewrite._jit import jit_on
 
 OPTIM = lenient(optax.sgd(0.1))
 KEY = jax.random.key(0)

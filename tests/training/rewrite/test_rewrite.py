@@ -18,10 +18,10 @@ from rewrite_programs import GROUPS
 from step_helpers import call_rewritten
 
 import eqxshard
+from eqxshard.training._jit import step_rules
 from eqxshard.training.rewrite._checks import Errors
 from eqxshard.training.rewrite._convolutions import fast_convolutions
 from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
-from eqxshard.training.rewrite._jit import step_rules
 
 #: How many primitives the programs of the sweep have between them, at least.
 PRIMITIVES = 165
@@ -138,7 +138,7 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
 def test_without_rewrites_steps_return_the_same(monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
     forbid = lambda *_: pytest.fail("rewritten")  # noqa: E731
-    monkeypatch.setattr("eqxshard.training.rewrite._jit.step_rules", forbid)
+    monkeypatch.setattr("eqxshard.training._jit.step_rules", forbid)
     Sweep("convolutions").check()
 
 
@@ -186,7 +186,7 @@ def swapped(mesh, errors):
     ],
 )
 def test_what_cannot_be_rewritten_runs_as_it_was(name, rewrite, monkeypatch):
-    monkeypatch.setattr(f"eqxshard.training.rewrite._jit.{name}", rewrite)
+    monkeypatch.setattr(f"eqxshard.training._jit.{name}", rewrite)
     solves = lambda model, batch, key: jnp.linalg.solve(model.weight, batch["x"].T).sum(0)  # noqa: E731
     with pytest.warns(RuntimeWarning, match="could not rewrite a step") as warned:
         losses = [

@@ -12,23 +12,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..._errors import UsageError
-from ..._jax import Tracer
-from ...sharding._explicit import (
+from .._errors import UsageError
+from .._jax import Tracer
+from ..sharding._explicit import (
     auto_mesh,
     computing_on_auto,
     is_explicit,
     to_auto,
     to_explicit,
 )
-from ...sharding._mesh import is_on_cpus
-from ...sharding._placement import broadcast_prefix
-from .._donation import any_donated
-from ._checks import Checks, Errors, note_checks, number_checks, without_unused
-from ._convolutions import fast_convolution, fast_convolutions
-from ._guards import guard_partitioner, sum_tables_whole
-from ._interpreter import Interpreter, is_rewriting, run_rewritten
-from ._types import erase_types
+from ..sharding._mesh import is_on_cpus
+from ..sharding._placement import broadcast_prefix
+from ._donation import any_donated
+from .rewrite._checks import Checks, Errors, note_checks, number_checks, without_unused
+from .rewrite._convolutions import fast_convolution, fast_convolutions
+from .rewrite._guards import guard_partitioner, sum_tables_whole
+from .rewrite._interpreter import Interpreter, is_rewriting, run_rewritten
+from .rewrite._types import erase_types
 
 _DEBUG_NANS_LATE = (
     "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
