@@ -127,12 +127,19 @@ def by_eqxshard(state: Any, batch: Any, precision: Any) -> dict[str, Any]:
     return {"seconds": seconds, "losses": losses, "frames": frames}
 
 
-def by_hand(state: Any, batch: Any, precision: Any) -> dict[str, Any]:
-    """The first step of `jax.jit`, on the same arrays under the same shardings."""
+def by_hand(state: Any, batch: Any, precision: Any, guard: bool = False) -> dict[str, Any]:
+    """The first step of `jax.jit`, on the same arrays under the same shardings.
+
+    Optax's guard keeps the old values if an update of a parameter is not finite.
+    """
     params, static = eqx.partition(state.model, eqx.is_array)
-    opt_state = state.opt_state
-    stored, opt_stored = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    opt_state, optim = state.opt_state, OPTIM
     whole = NamedSharding(batch["x"].sharding.mesh, PartitionSpec())
+    if guard:
+        optim = optax.apply_if_finite(OPTIM, max_consecutive_errors=3)
+        counts = optim.init(())._replace(inner_state=None)
+        opt_state = jax.device_put(counts, whole)._replace(inner_state=opt_state)
+    stored, opt_stored = jax.tree.map(lambda x: x.sharding, (params, opt_state))
 
     def mean_loss(params: Any, batch: Any) -> Any:
         if precision is not None:
@@ -146,7 +153,7 @@ def by_hand(state: Any, batch: Any, precision: Any) -> dict[str, Any]:
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(mean_loss)(params, batch)
         grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, stored)
-        updates, opt_state = OPTIM.update(grads, opt_state, params)
+        updates, opt_state = optim.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
     start = time.perf_counter()
@@ -157,6 +164,13 @@ def by_hand(state: Any, batch: Any, precision: Any) -> dict[str, Any]:
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
     return {"seconds": seconds, "losses": losses}
+
+
+STEPS: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
+    "by_hand": by_hand,
+    "by_hand_guarded": partial(by_hand, guard=True),
+    "by_eqxshard": by_eqxshard,
+}
 
 
 def first_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +184,7 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     batch = jax.device_put({"x": x}, batch_sharding(mesh))
     jax.block_until_ready((eqx.filter(state, eqx.is_array), batch))
-    turn = {"by_hand": by_hand, "by_eqxshard": by_eqxshard}[args.contestant]
+    turn = STEPS[args.contestant]
     return turn(state, batch, precision)
 
 
@@ -211,7 +225,7 @@ def main() -> None:
     tasks = parser.add_subparsers(required=True)
     step, state = tasks.add_parser("step"), tasks.add_parser("state")
     step.set_defaults(task=first_step)
-    step.add_argument("contestant", choices=["by_hand", "by_eqxshard"])
+    step.add_argument("contestant", choices=STEPS)
     step.add_argument("model", choices=LAYERS)
     step.add_argument("--bfloat16", action="store_true")
     state.set_defaults(task=first_states)

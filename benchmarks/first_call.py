@@ -3,7 +3,8 @@
 - The first call of a step, of models whose layers are in a list: dense layers, and blocks
   of a transformer in float32 and in bfloat16. The baseline is the same step by `jax.jit`
   by hand, on the same arrays: parameters stored over fsdp, gathered for use, gradients
-  constrained back, the state donated. Both are checked to reach the same losses.
+  constrained back, the state donated. A second one has the guard of
+  `optax.apply_if_finite`. All are checked to reach the same losses.
 - `init_state` of blocks in a list, over data=2 x fsdp=4. The baseline is Equinox, eagerly,
   on one device, with AdamW's state. The second state of a process is made once warm.
 
@@ -54,12 +55,17 @@ def against_jit(
     precision = ["--bfloat16"] if bfloat16 else []
     turns = {
         name: partial(turn, "step", who, model, layers, *precision, **mesh)
-        for name, who in (("jax.jit by hand", "by_hand"), ("eqxshard", "by_eqxshard"))
+        for name, who in (
+            ("jax.jit by hand", "by_hand"),
+            ("jax.jit with apply_if_finite", "by_hand_guarded"),
+            ("eqxshard", "by_eqxshard"),
+        )
     }
     found = take_turns(turns, rounds)
-    by_hand, ours = found.values()
-    limit = RELATIVE_ERRORS[bfloat16]
-    np.testing.assert_allclose(ours[0]["losses"], by_hand[0]["losses"], limit)
+    by_hand, guarded, ours = found.values()
+    for other in guarded, ours:
+        losses = other[0]["losses"]
+        np.testing.assert_allclose(losses, by_hand[0]["losses"], RELATIVE_ERRORS[bfloat16])
     says = {"dense": "dense layers", "blocks": "transformer blocks"}[model]
     axes = " x ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
     title = f"{layers} {says} in {'bfloat16' if bfloat16 else 'float32'}, {axes}"

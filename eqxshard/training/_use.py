@@ -78,7 +78,7 @@ def call_as_used(
         typed = jax.tree.map(lambda x: to_explicit(x, rows), batch)
         args = used, typed, *replicated_on(others, mesh)
         try:
-            if not has_split(stored):
+            if not any(x is not None and x.may_be_stack for x in stored):
                 return to_auto(fn(*args))
             return to_auto(gather_in_loops(fn, args, stored))
         except Exception as error:
@@ -126,6 +126,14 @@ class Stored(eqx.Module):
         specs = (self.storage.spec, self.update.spec)
         sizes = self.storage.mesh.shape
         return any(sizes[axis] > 1 for spec in specs if spec for axis in axes_of(spec[0]))
+
+    @property
+    def may_be_stack(self) -> bool:
+        """Whether a loop may gather it layer by layer: it may be a stack of matrices.
+
+        For a stack of vectors alone, such as biases, no code is traced a second time.
+        """
+        return self.is_split and not self.splits_layers and self.array.ndim > 2
 
     def layers(self) -> "Stored":
         """The stack as a loop takes it apart: with the sharding of one layer."""
@@ -197,11 +205,6 @@ def gather_all(
     is_none = lambda leaf: leaf is None  # noqa: E731
     used = jax.tree_util.tree_map_with_path(gather, model, storage, update, is_leaf=is_none)
     return used, every
-
-
-def has_split(stored: Sequence[Stored | None]) -> bool:
-    """Whether there is something to gather."""
-    return any(x is not None and x.is_split for x in stored)
 
 
 def gather_in_loops(
