@@ -36,6 +36,7 @@ OPTIONS = {
     "data": "--rounds 1 --seconds 0.1 --mapped-gigabytes 0.1 --workers 1",
     "gpt": "--rounds 2 --steps 10 --device cpu",
     "start": "--rounds 1",
+    "checkpoint": "--rounds 1",
 }
 
 #: What one run of a benchmark found: (contest, unit, contestant) -> figure.

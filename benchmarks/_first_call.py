@@ -137,8 +137,9 @@ def by_hand(state: Any, batch: Any, precision: Any, guard: bool = False) -> dict
     whole = NamedSharding(batch["x"].sharding.mesh, PartitionSpec())
     if guard:
         optim = optax.apply_if_finite(OPTIM, max_consecutive_errors=3)
-        counts = optim.init(())._replace(inner_state=None)
-        opt_state = jax.device_put(counts, whole)._replace(inner_state=opt_state)
+        counted: Any = optim.init(())
+        counts = jax.device_put(counted._replace(inner_state=None), whole)
+        opt_state = counts._replace(inner_state=opt_state)
     stored, opt_stored = jax.tree.map(lambda x: x.sharding, (params, opt_state))
 
     def mean_loss(params: Any, batch: Any) -> Any:

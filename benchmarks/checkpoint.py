@@ -8,13 +8,20 @@ with all checksums; and how fast it is restored. The baseline is `numpy.save` an
 (`fsync`), so NumPy takes part with and without that. Files are read right after they are
 written, usually from the page cache.
 
+Small arrays are measured beside Orbax: the first save of a process that has 2,000 of them,
+of 64 x 64 on 8 devices; and the first restore of another, with the memory that it takes
+beyond what the process had, of which the arrays themselves are 31 MiB.
+
     python benchmarks/checkpoint.py --gigabytes 1 --output build/benchmarks
 """
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -123,6 +130,37 @@ def one_turn(
     return times
 
 
+def small_arrays(rounds: int, directory: str | None) -> list[Contest]:
+    """Many small arrays, saved and restored in processes of their own."""
+    script = Path(__file__).parent / "_checkpoint.py"
+
+    def turn(contestant: str) -> Times:
+        times = {}
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            for what in ("save", "restore"):
+                command = [sys.executable, str(script), what, contestant, folder]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                for name, figure in json.loads(done.stdout.splitlines()[-1]).items():
+                    times[f"{what}, {name}"] = figure
+        return times
+
+    peers = ["orbax"] * bool(importlib.util.find_spec("orbax"))
+    turns = {name: partial(turn, name) for name in [*peers, "eqxshard"]}
+    found = take_turns(turns, rounds)
+    return [
+        Contest(
+            f"2,000 small arrays: {says}",
+            unit,
+            {name: [each[figure] for each in times] for name, times in found.items()},
+        )
+        for says, unit, figure in (
+            ("first save", "s", "save, seconds"),
+            ("first restore", "s", "restore, seconds"),
+            ("memory of a restore", "MiB", "restore, memory"),
+        )
+    ]
+
+
 def main() -> None:
     options = parser(__doc__, rounds=5)
     options.add_argument(
@@ -157,6 +195,7 @@ def main() -> None:
             for name, rounds in times.items()
         }
         contests.append(Contest(phase, "MB/s", rates))
+    contests += small_arrays(args.rounds, args.directory)
     setting = {"bytes": size, "rounds": args.rounds}
     Report("checkpoint", contests, setting).show_and_write(args.output)
 

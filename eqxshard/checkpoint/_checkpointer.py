@@ -24,6 +24,7 @@ from ..training._advice import explaining_state
 from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
+from ._agree import on_first
 from ._arrays import partition_by_path, read, wrap_keys
 from ._folder import CheckpointFolder, Mode, Step, best_mode, best_of
 from ._manifest import describe
@@ -373,24 +374,24 @@ class Checkpointer:
         `ValueError` if the directory is not writable, is in use, or has other things with
         numbers for names, before anything is removed; or if a checkpoint cannot be removed.
         """
-        fault = None
-        if is_main_process():
-            fault = self._folder.claim()
-            steps, ours = self.steps(), self._folder.own_steps()
-            if fault is None and steps != ours:
-                fault = (
-                    f"{self.directory} has the checkpoint of step "
-                    f"{min({*steps} - {*ours})}, which is a link or was not written here, "
-                    "and is not removed; move it away, or give the run another folder."
-                )
-            try:
-                for step in ours if fault is None else ():
-                    self._folder.remove(step)
-            except OSError as error:
-                fault = f"a checkpoint in {self.directory} cannot be removed: {error}"
-        fault = broadcast_from_first(fault)
-        if fault is not None:
-            raise UsageError(fault)
+        on_first(self._start_over)
+
+    def _start_over(self) -> None:
+        self._folder.claim()
+        steps, ours = self.steps(), self._folder.own_steps()
+        if steps != ours:
+            raise UsageError(
+                f"{self.directory} has the checkpoint of step {min({*steps} - {*ours})}, "
+                "which is a link or was not written here, and is not removed; move it "
+                "away, or give the run another folder."
+            )
+        try:
+            for step in ours:
+                self._folder.remove(step)
+        except OSError as error:
+            raise UsageError(
+                f"a checkpoint in {self.directory} cannot be removed: {error}"
+            ) from error
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.

@@ -19,11 +19,8 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
-import jax
-
 from .._errors import UsageError, UsageFileError
 from ..distributed import (
-    allgather_json,
     assert_same_on_all_processes,
     broadcast_from_first,
     is_main_process,
@@ -39,6 +36,7 @@ from ..sharding._files import (
     writable_path,
 )
 from ..sharding._text import GONE, did_you_mean
+from ._agree import attempt, on_all, on_first, reason, value_of
 from ._arrays import ARRAYS, STATE, DamageError
 from ._manifest import (
     CHECKSUMS,
@@ -74,6 +72,9 @@ _OURS = (
     # Of earlier versions, for Orbax.
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
+#: What is written below `state`: the files of TensorStore, whose data have digits for
+#: names; and of earlier versions, for Orbax.
+_IN_STATE = re.compile(r"manifest\.ocdbt.*|[0-9a-f]{32}.*|_METADATA|_sharding")
 
 #: The folders of checkpoints that this process is writing, by any of its checkpointers.
 _BEING_WRITTEN: set[str] = set()
@@ -160,86 +161,59 @@ class CheckpointFolder:
 
         Process 0 looks, for all of them.
         """
-        found = broadcast_from_first(self._try_to_find(step) if is_main_process() else None)
-        self.damaged.update(found["damaged"])
-        if found.get("unread"):
-            raise OSError(self._unread(found["unread"]))
-        if found.get("later"):
-            raise UsageError(found["later"])
-        if found["description"] is None:
-            kind = UsageError if found["damaged"] else UsageFileError
-            raise kind(found["error"])
-        return found["description"]
+        told = None
+        if is_main_process():
+            told = [attempt(lambda: self._find(step)), [*self.damaged.items()]]
+        outcome, damaged = broadcast_from_first(told)
+        self.damaged = dict(damaged)
+        return value_of(outcome)
 
     def read(self, step: int, read: Callable[[], _T]) -> _T | None:
         """What each process reads of a checkpoint; `None` if any found it damaged."""
-        found, error, told = None, None, None
         try:
-            found = read()
-        except Exception as raised:
-            error = raised
-            told = [isinstance(error, DamageError), reason(error)]
-        everyone = enumerate(allgather_json(told))
-        # An error of another kind keeps its traceback.
-        if error is not None and not isinstance(error, DamageError | OSError):
-            raise error
-        alone = jax.process_count() == 1
-        faults = [
-            (is_damage, why if alone else f"process {process}: {why}")
-            for process, (is_damage, why) in ((i, each) for i, each in everyone if each)
-        ]
-        for is_damage, why in faults:
-            if not is_damage:
-                raise OSError(self._unread(why))
-        if not faults:
-            return found
-        self.damaged[step] = faults[0][1]
-        return None
+            return on_all(read)
+        except DamageError as error:
+            self.damaged[step] = str(error)
+            return None
+        except OSError as error:
+            raise self._unread(error) from error
 
-    def _unread(self, why: str) -> str:
-        return (
-            f"the checkpoints in {self.path} cannot be read ({why}), which does not say "
-            "that they are damaged; try again, or move the newest away to use the one "
-            "before it."
+    def _unread(self, error: Exception) -> OSError:
+        return OSError(
+            f"the checkpoints in {self.path} cannot be read ({reason(error)}), which does "
+            "not say that they are damaged; try again, or move the newest away to use the "
+            "one before it."
         )
 
-    def _try_to_find(self, step: Step) -> dict[str, Any]:
-        """As `_find`; an error of the file system is a sentence, for all processes."""
-        try:
-            return self._find(step)
-        except ValueError:
-            raise
-        # Not only OSError: packages for object stores have errors of their own.
-        except Exception as error:
-            return {"unread": reason(error), "damaged": []}
-
     def _find(self, step: Step) -> dict[str, Any]:
-        """What `choose` found, as JSON: a description, the damaged steps, an error."""
-        steps = self.steps()
-        damages = {}
+        """The description that `choose` returns; what is damaged is noted on the way."""
+        steps, damages = self.steps(), {}
         for candidate in [each for each in reversed(steps) if step in ("newest", each)]:
-            damage = self.damaged.get(candidate)
             try:
-                damage = damage or verify(self.at(candidate))
-                if damage is None:
-                    found = self.description(candidate)
-                    return {"description": found, "damaged": [*damages.items()]}
+                if candidate in self.damaged:
+                    raise DamageError(self.damaged[candidate])
+                verify(self.at(candidate))
+                return self.description(candidate)
             except FormatError as error:
-                later = f"{self.name(candidate)} cannot be read: {error}"
-                return {"later": later, "damaged": [*damages.items()]}
+                raise UsageError(
+                    f"{self.name(candidate)} cannot be read: {error}"
+                ) from None
             except (FileNotFoundError, ValueError) as error:
-                damage = str(error)
-            damages[candidate] = damage
+                damages[candidate] = self.damaged[candidate] = str(error)
+            # Not only OSError: packages for object stores have errors of their own.
+            except Exception as error:
+                raise self._unread(error) from error
             if step == "newest":
-                said = self.name(candidate), damage
+                said = self.name(candidate), damages[candidate]
                 _LOG.warning("%s is damaged (%s); using the one before it.", *said)
-        others = [other for other in steps if other not in {**damages, **self.damaged}]
+        others = [other for other in steps if other not in self.damaged]
         use = f"use one of: {listed(others)}" if others else "use another folder"
         kind = "good checkpoint" if damages else "checkpoint"
         of = "" if step == "newest" else f" of step {step}"
         why = "".join(f" (step {each}: {damage})" for each, damage in damages.items())
-        error = f"there is no {kind}{of} in {self.path}{why}; {use}."
-        return {"description": None, "damaged": [*damages.items()], "error": error}
+        raise (UsageError if damages else UsageFileError)(
+            f"there is no {kind}{of} in {self.path}{why}; {use}."
+        )
 
     def complete(self, description: dict[str, Any]) -> None:
         """Complete a checkpoint whose arrays are written.
@@ -257,9 +231,7 @@ class CheckpointFolder:
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
-        fault = broadcast_from_first(self.claim() if is_main_process() else None)
-        if fault is not None:
-            raise UsageError(fault)
+        on_first(self.claim)
         # If hosts do not share the folder, each sees different checkpoints.
         assert_same_on_all_processes("run", {"checkpoints": self.steps()})
         steps = self.good_steps()
@@ -270,13 +242,13 @@ class CheckpointFolder:
                 "directory."
             )
 
-    def claim(self) -> str | None:
-        """Make the folder ours, and lock it; return a sentence if that failed."""
+    def claim(self) -> None:
+        """Make the folder ours, and lock it; raise `UsageError` if that fails."""
         try:
             if not is_claimed(self.path):
                 foreign = [path.name for path in _entries(self.path) if self._is_odd(path)]
                 if foreign:
-                    return (
+                    raise UsageError(
                         f"{self.path} has {min(foreign)!r}, which eqxshard did not "
                         "write; give the run a folder of its own."
                     )
@@ -286,16 +258,21 @@ class CheckpointFolder:
                 # It, and folders above, may be new.
                 for each in () if is_remote(self.path) else self.path.parents:
                     sync(each)
-            fault = self.lock.acquire()
-            # Else its half-written checkpoints are not ours to remove.
-            self.claimed = fault is None
-            return fault
+            # Half-written checkpoints of another program are not ours to remove.
+            self.claimed = self.lock.acquire()
+            if not self.claimed:
+                raise UsageError(
+                    f"{self.path} is in use by {self.lock.holder}; wait until that run "
+                    "ends, or give this one another folder."
+                )
+        except UsageError:
+            raise
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
-            return (
+            raise UsageError(
                 f"checkpoints cannot be written to {self.path}: {reason(error)}; give a "
                 "folder that can be written to."
-            )
+            ) from error
 
     def _is_odd(self, path: Any) -> bool:
         """Whether something that nobody has claimed bears one of our names."""
@@ -398,11 +375,6 @@ def _folder_path(path: str | os.PathLike[str]) -> Any:
     return epath.Path(path)
 
 
-def reason(error: Exception) -> str:
-    """What an error of a file system says."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 def listed(steps: list[int]) -> str:
     """Steps for a message: `step 100, step 200`."""
     return ", ".join(f"step {step}" for step in steps) or "none"
@@ -453,13 +425,32 @@ def _mark(folder: Any, text: str) -> None:
 def _remove(folder: Any) -> None:
     """Remove our files in the folder of a checkpoint, and it, unless there are others."""
     for path in [*folder.iterdir()]:
-        if path.name in _OURS and not os.path.islink(path):
-            remove = path.rmtree if path.is_dir() else path.unlink
-            remove(missing_ok=True)
+        if path.name not in _OURS or os.path.islink(path):
+            continue
+        if path.name == STATE:
+            _remove_state(path)
+        elif path.is_dir():
+            path.rmtree(missing_ok=True)
+        else:
+            path.unlink(missing_ok=True)
     if not is_remote(folder):
         sync(folder)
     # Last, so that the rest of what is interrupted here can be removed, too.
     (folder / _MARK).unlink(missing_ok=True)
+    if not is_remote(folder):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _remove_state(folder: Any) -> None:
+    """Remove TensorStore's files below a folder, and folders that are empty then."""
+    for path in [*folder.iterdir()]:
+        if os.path.islink(path):
+            continue
+        if path.is_dir():
+            _remove_state(path)
+        elif _IN_STATE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
@@ -495,28 +486,28 @@ class FolderLock:
         self._file: int | None = None
         #: How many runs have claimed the folder, and not ended yet: it stays locked.
         self.claims = 0
+        #: What is known of the program that had the folder when it was last tried.
+        self.holder: str | None = None
 
-    def acquire(self) -> str | None:
-        """Lock the folder, which exists; return a sentence if another program has it."""
+    def acquire(self) -> bool:
+        """Lock the folder, which exists, unless another program has it: its `holder`."""
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))
         # It may be held by another path, through a link.
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
-            return None
+            return True
         began = time.monotonic()
         while (holder := self._try()) is not None:
+            self.holder = holder
             waited = time.monotonic() - began
             if not _is_elsewhere(holder) or waited > _GRACE_SECONDS:
-                return (
-                    f"{self._folder} is in use by {holder}; wait until that run ends, or "
-                    "give this one another folder."
-                )
+                return False
             if waited < 1:
                 words = "%s is locked by %s; waiting %d s, in case that host died."
                 _LOG.warning(words, self._folder, holder, _GRACE_SECONDS)
             time.sleep(1)
-        return None
+        return True
 
     def _try(self) -> str | None:
         """Lock the folder; return what is known of who has it, if another does."""

@@ -33,6 +33,7 @@ from ..sharding._files import (
     write_at_once,
 )
 from ..sharding._leaves import is_key
+from ._arrays import DamageError
 
 # The description
 
@@ -178,29 +179,28 @@ def is_complete(folder: Any) -> bool:
         return False
 
 
-def verify(folder: Any) -> str | None:
-    """A sentence on how a folder differs from when it was completed; `None` if equal.
+def verify(folder: Any) -> None:
+    """Raise `DamageError` if a folder differs from when it was completed.
 
-    Of large files of arrays, the sizes; their chunks are verified when they are read.
-    Files that were added do not count, such as notes of the user's. What cannot be read
-    is tried again, and is then an error, not a difference.
+    Of large files of arrays, the sizes are compared; their chunks are verified when they
+    are read. Files that were added do not count, such as notes of the user's. What cannot
+    be read is tried again, and is then another error.
     """
     if (odd := with_retries(partial(odd_file, folder))) is not None:
-        return odd
+        raise DamageError(odd)
     try:
         written = _parse(with_retries(partial(read_bytes, folder / CHECKSUMS)).decode())
     except FileNotFoundError:
-        return f"{CHECKSUMS} is missing"
+        raise DamageError(f"{CHECKSUMS} is missing") from None
     except ValueError:
-        return f"{CHECKSUMS} is not a list of checksums"
+        raise DamageError(f"{CHECKSUMS} is not a list of checksums") from None
     files = with_retries(partial(_files, folder))
     found = _mark({k: v for k, v in files.items() if k in written}, written)
     for name in sorted(written):
         if name not in found:
-            return f"{name} is missing"
+            raise DamageError(f"{name} is missing")
         if found[name] != written[name]:
-            return f"{name} has changed since it was written"
-    return None
+            raise DamageError(f"{name} has changed since it was written")
 
 
 def _parse(text: str) -> dict[str, str]:

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._errors import UsageOSError
+from .._errors import UsageError, UsageOSError
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
 from ..sharding._text import first_few
+from ._agree import on_first, reason
 from ._arrays import copy_parts, merge, part_of_process, write_parts
-from ._folder import WRITTEN, CheckpointFolder, listed, reason
+from ._folder import WRITTEN, CheckpointFolder, listed
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,20 +72,21 @@ class Save:
 
         **Raises:**
 
-        `OSError` if a part could not be written, or the save was given up.
+        What writing the part raised; `OSError` if another process could not write its own,
+        or did not in time.
         """
         began = time.monotonic()
-        fault = _fault_of(self._write)
-        if jax.process_count() > 1:
-            marks = self._folder / WRITTEN / self._name
-            mark = marks / str(jax.process_index())
-            fault = fault or _fault_of(lambda: _leave(mark, fault or ""))
-            if is_main_process() and fault is None:
-                fault = self._wait_for_others(marks, time.monotonic() - began)
-        if fault is None and is_main_process():
-            fault = _fault_of(lambda: merge(self._folder, self._name))
-        if fault is not None:
-            raise OSError(fault)
+        try:
+            self._write()
+        except Exception as error:
+            # The others must not wait for it.
+            with contextlib.suppress(Exception):
+                self._tell_others(_said(error))
+            raise
+        self._tell_others("")
+        if is_main_process():
+            self._wait_for_others(time.monotonic() - began)
+            merge(self._folder, self._name)
 
     def _write(self) -> None:
         part = part_of_process(self._folder, self._name)
@@ -92,37 +94,45 @@ class Save:
         if not is_remote(part):
             sync_all(part)
 
-    def _wait_for_others(self, marks: Any, seconds: float) -> str | None:
-        """Wait until every process has written; return a sentence if one could not."""
+    @property
+    def _marks(self) -> Any:
+        """The folder of the files that processes leave once they have written."""
+        return self._folder / WRITTEN / self._name
+
+    def _tell_others(self, fault: str) -> None:
+        """Leave this process's file, which says why it could not write, or nothing."""
+        if jax.process_count() > 1:
+            self._marks.mkdir(parents=True, exist_ok=True)
+            write_at_once(self._marks / str(jax.process_index()), fault)
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Wait until every process has written; raise `OSError` if one could not.
+
+        **Arguments:**
+
+        - `seconds`: how long this process took.
+        """
         began = time.monotonic()
-        missing = set(range(jax.process_count()))
-        while time.monotonic() - began < seconds + _PATIENCE_SECONDS:
-            there = {mark.name for mark in marks.iterdir()}
+        missing = {*range(jax.process_count())} - {0}
+        while missing and time.monotonic() - began < seconds + _PATIENCE_SECONDS:
+            there = {mark.name for mark in self._marks.iterdir()}
             for process in [each for each in missing if str(each) in there]:
-                fault = (marks / str(process)).read_text()
-                if fault:
-                    return f"process {process}: {fault}"
+                if fault := (self._marks / str(process)).read_text():
+                    raise OSError(f"process {process}: {fault}")
                 missing.discard(process)
-            if not missing:
-                return None
-            if self.given_up.wait(_POLL_SECONDS):
+            if missing and self.given_up.wait(_POLL_SECONDS):
                 break
-        return f"process {min(missing)} has not written its part"
+        if missing:
+            raise OSError(f"process {min(missing)} has not written its part")
 
 
-def _fault_of(write: Callable[[], Any]) -> str | None:
-    """What a function that writes raises; `None` if nothing."""
-    try:
-        write()
-    # TensorStore's are ValueErrors, mostly, and end with what it was asked to do.
-    except Exception as error:
-        return str(error).partition(" [")[0] or type(error).__name__
-    return None
-
-
-def _leave(mark: Any, text: str) -> None:
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    write_at_once(mark, text)
+def _said(error: Exception) -> str:
+    """What an error says, in one line."""
+    text = str(error)
+    if not isinstance(error, UsageError):
+        # TensorStore's, mostly `ValueError`s, end with what it was asked to do.
+        text = text.partition(" [")[0]
+    return " ".join(text.split())[:300].rstrip(".") or type(error).__name__
 
 
 # One save after the other
@@ -191,21 +201,20 @@ class CheckpointWriter:
                     listed(self._folder.steps()[-1:]),
                 )
             return
-        fault, name = broadcast_from_first(
-            [self._make_room(step), uuid.uuid4().hex[:8]] if is_main_process() else None
-        )
         try:
-            if fault is not None:
-                raise OSError(fault)
-            # About to be replaced; all processes must agree on what is damaged.
-            self._folder.damaged.pop(step, None)
-            save = Save(self._folder.at(step), leaves, name)
+            name = on_first(lambda: self._make_room(step))
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
             self._report_failure(step, error)
-            # Unless others may be writing already.
-            if is_main_process() and (fault is not None or jax.process_count() == 1):
+            if is_main_process():
                 self._clean()
+            return
+        # About to be replaced; all processes must agree on what is damaged.
+        self._folder.damaged.pop(step, None)
+        try:
+            save = Save(self._folder.at(step), leaves, name)
+        except Exception as error:
+            self._fail(step, error)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
@@ -220,14 +229,15 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the last checkpoint; raise `OSError` if it failed in any process."""
-        errors = self.settle()
-        if errors:
-            raise UsageOSError(errors[0])
+        self.settle()
+        if self._error is not None:
+            raise UsageOSError(self._error)
 
-    def settle(self) -> list[str]:
-        """Wait for the last checkpoint, with all processes; return what failed in any.
+    def settle(self) -> None:
+        """Wait for the last checkpoint, with all processes.
 
-        If it failed in one, the others stop writing, and what was written is removed.
+        If it failed in one, it failed in all: the others stop writing, and what was written
+        is removed.
         """
         questions = 0
         while True:
@@ -251,22 +261,16 @@ class CheckpointWriter:
         if not is_done:
             # Its file system hangs.
             self._thread = None
-        if errors:
-            self._error = self._error or errors[0]
+        self._error = errors[0] if errors else None
         self._pending = self._current = None
         self._is_settled = True
-        return errors
 
-    def _make_room(self, step: int) -> str | None:
-        """Make the folder of a step; return a sentence if that failed, else `None`."""
-        fault = self._folder.claim()
-        if fault is None:
-            self._remove_old(self._folder.clean)
-            try:
-                self._folder.make(step)
-            except Exception as error:
-                fault = reason(error)
-        return fault
+    def _make_room(self, step: int) -> str:
+        """Make the folder of a step; return the name of the save."""
+        self._folder.claim()
+        self._remove_old(self._folder.clean)
+        self._folder.make(step)
+        return uuid.uuid4().hex[:8]
 
     def _finish(self, save: Save, description: dict[str, Any]) -> None:
         step = description["step"]
@@ -277,10 +281,7 @@ class CheckpointWriter:
             self._folder.complete(description)
         except Exception as error:
             if not save.given_up.is_set():
-                self._report_failure(step, error)
-                # The others may be writing still.
-                if jax.process_count() == 1:
-                    self._clean()
+                self._fail(step, error)
             return
         self._remove_old(lambda: [*map(self._folder.remove, self._outdated(step))])
 
@@ -291,8 +292,15 @@ class CheckpointWriter:
         except Exception as error:
             _LOG.error("old checkpoints could not be removed: %s.", reason(error))
 
+    def _fail(self, step: int, error: Exception) -> None:
+        """Report that this process cannot write a checkpoint."""
+        self._report_failure(step, error)
+        # Otherwise the others may be writing still.
+        if jax.process_count() == 1:
+            self._clean()
+
     def _report_failure(self, step: int, error: Exception) -> None:
-        why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        why = _said(error)
         if _DISK_IS_FULL in why:
             why = f"{_DISK_IS_FULL}; free some, or give the run another folder"
         if jax.process_count() > 1:

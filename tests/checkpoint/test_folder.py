@@ -87,6 +87,7 @@ def test_only_our_files_are_removed(tmp_path, checkpoints):
     # Notes beside arrays, in a checkpoint that is kept, an old one, and one that was cut.
     for step in ("3", "4", "5"):
         (folder / step / "notes.txt").write_text(f"of {step}")
+    (folder / "5" / "state" / "d" / "notes.txt").write_text("of 5")
     (folder / "4" / "checksums.txt").unlink()
     outside = (folder / "2023", folder / "2024", folder / "77", archive)
     before = [tree(path) for path in outside]
@@ -104,8 +105,10 @@ def test_only_our_files_are_removed(tmp_path, checkpoints):
     assert found.steps() == [2, 7, 8, 77, 2024]
     for step in ("3", "4", "5"):
         left = sorted(path.name for path in (folder / step).iterdir())
-        assert left == ["notes.txt", *["state"] * (step == "3")]
+        assert left == ["notes.txt", *["state"] * (step != "4")]
         assert (folder / step / "notes.txt").read_text() == f"of {step}"
+    left = [path for path in (folder / "5" / "state").rglob("*") if path.is_file()]
+    assert left == [folder / "5" / "state" / "d" / "notes.txt"]
     # The copy, and what is called like one, are not taken for good ones.
     assert int(eqxshard.Checkpointer(root).restore(like()).step) == 8
 
