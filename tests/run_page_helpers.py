@@ -42,7 +42,12 @@ def make_record(**changes):
         "command": "train.py --mesh data=2,fsdp=4",
         "data": "lines",
         "parameters": 1_250_000,
-        "settings": {"batch_size": 64, "learning_rate": 0.001, "seed": 0, "steps": None},
+        "settings": {
+            "batch_size": 64,
+            "learning_rate": 0.001,
+            "output": "/home/somebody/run",
+            "steps": None,
+        },
         "versions": {"python": "3.11.7", "jax": "0.10.2", "eqxshard": "0.1.0"},
         "starts": [{"time": "2026-03-01T10:00:00+00:00", "step": 0}],
         "ended": {"time": "2026-03-01T10:06:00+00:00", "why": ""},

@@ -135,7 +135,7 @@ def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
         whole = format_duration(sum(start.parts.values()))
         tiles["Goodput"] = f"{start.goodput:.0%}", f"of {whole}: steps ran"
     if memory := run.record.get("memory"):
-        of = f" of {format_bytes(memory['limit'])}" if "limit" in memory else ""
+        of = f", of {format_bytes(memory['limit'])}" if "limit" in memory else ""
         tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak{of}"
     if parameters := run.record.get("parameters"):
         tiles["Parameters"] = format_count(parameters), f"{parameters:,}"
@@ -295,9 +295,14 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
 
 def _settings(run: RecordedRun) -> Iterator[Markup]:
     found = {"data": run.record.get("data")}
-    for name, value in (run.record.get("settings") or {}).items():
+    settings = dict(run.record.get("settings") or {})
+    # The page is attached to issues, and this may be a path with somebody's name.
+    settings.pop("output", None)
+    for name, value in settings.items():
         found[f"settings.{name}" if name in found else name] = value
-    shown = {name: str(value) for name, value in found.items() if value not in (None, "")}
+    shown = {
+        name: str(value) for name, value in found.items() if value not in (None, "", [])
+    }
     if shown:
         yield kit.settings_list(shown)
 

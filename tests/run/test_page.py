@@ -81,11 +81,12 @@ def test_times_are_in_the_zone_of_the_first_start(tmp_path):
 
 
 def test_a_page_may_be_attached_to_an_issue(page, folder):
-    """It names no host, and has no command line, which may have a secret."""
+    """It names no host and no folder, and has no command line, which may have a secret."""
     record = json.loads(folder.record.read_text())
     text = folder.page.read_text()
     assert record["host"] == "node-3" and "node-3" not in text
     assert record["command"] not in text and "train.py" not in text
+    assert record["settings"]["output"] not in text
     assert "Linux-6.1" in page.find("section", id="versions").text
 
 
