@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     import jax
 
-    from .run._errors import exit_on_errors
+    from .run._exit import exit_on_errors
 
     # The accelerators of this machine are not needed.
     jax.config.update("jax_platforms", "cpu")
@@ -77,11 +77,11 @@ def _add_page(commands: Any) -> None:
 
 def _page(options: argparse.Namespace) -> None:
     from .run._page import save_page
-    from .run._run_folder import RunFolder
+    from .run._paths import RunPaths
 
-    folder = RunFolder(options.folder)
-    save_page(folder)
-    print(folder.page)
+    paths = RunPaths(options.folder)
+    save_page(paths)
+    print(paths.page)
 
 
 if __name__ == "__main__":

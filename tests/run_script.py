@@ -125,7 +125,6 @@ def main(args: Args) -> str:
         epochs=2,
         best="eval/accuracy",
         transform=wait if args.seconds_per_step else None,
-        settings=args,
     )
     return f"accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 

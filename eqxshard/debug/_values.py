@@ -109,6 +109,10 @@ class Recorder:
         self._rows = rows
         self._microbatches = microbatches
         self._losses = losses
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
         self._operations: list[_Operation] = []
         self._records: list[Array] = []
         self._sizes: list[int] = []
@@ -216,8 +220,7 @@ class Recorder:
         body, places = Recorder(rows, count, self._losses), []
 
         def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[Any, Array]]:
-            # JAX may trace this more than once.
-            body.__init__(rows, count, self._losses)
+            body.clear()  # JAX may trace this more than once.
             given = [*inputs[:consts], *state, *xs]
             numbers = [*map(body.record, given)]
             out, found = body.evaluate(eqn.params["jaxpr"], given, numbers, frame)
@@ -241,7 +244,7 @@ class Recorder:
         body, places = Recorder(-1, 1, self._losses), []
 
         def on_device(*given: Any) -> tuple[list[Any], Array]:
-            body.__init__(-1, 1, self._losses)
+            body.clear()
             numbers = [*map(body.record, given)]
             out, found = body.evaluate(params["jaxpr"], given, numbers, frame)
             places[:] = [numbers, found]

@@ -23,11 +23,11 @@ from ..training._donation import any_donated
 from ..training._state import TrainState, replace
 from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep
-from ._batches import Position
 from ._callbacks import CallbackList
 from ._clock import announced
 from ._loop import Loop
-from ._report import shown
+from ._position import Position
+from ._step_metrics import shown
 
 _LOG = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
 from ..training._use import call_as_used
-from ._batches import Batches, is_resident, read_from_start
+from ._position import Batches, is_resident, read_from_start
 
 
 def evaluate(

@@ -16,16 +16,16 @@ from ..training._examples import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import Batches, Position, check_loader, dispatches_of, steps_of
 from ._callbacks import Callback, CallbackList, check_callbacks, why_ended
 from ._clock import Clock, announced, describe_time, watch
+from ._due import Schedule, check_positive, evaluation_interval, last_step
 from ._ends import announce_stop, explain_memory, give_up, rescue, save, say_skipped
 from ._evaluate import check_evaluate
 from ._loop import Loop
+from ._position import Batches, Position, check_loader, dispatches_of, steps_of
 from ._ready_callbacks import check_evaluated
-from ._report import Report, tell
-from ._schedule import Schedule, check_positive, evaluation_interval, last_step
 from ._signals import stop_signals
+from ._step_metrics import Report, tell
 
 _State = TypeVar("_State")
 

@@ -12,9 +12,9 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import allgather_json, is_main_process
 from ..training._examples import Metrics
 from ..training._state import step_of
-from ._batches import Batches
 from ._clock import Clock
-from ._report import Report
+from ._position import Batches
+from ._step_metrics import Report
 
 
 @dataclass(eq=False, repr=False)

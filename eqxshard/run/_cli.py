@@ -17,14 +17,14 @@ from .._parser import allow_closed_stdout
 from ..distributed import exit_process, initialize
 from ..planning._script import refuse_import
 from ..sharding._text import comma_list, say
-from ._config import RunConfig, flag
-from ._errors import exit_on_errors
+from ._config import RunConfig, flag, option_names
+from ._exit import exit_on_errors
 
 _Args = TypeVar("_Args")
 
 
 def cli(
-    main: Callable[[_Args], str | None],
+    main: Callable[[_Args], object],
     args_type: type[_Args],
     *,
     args: Sequence[str] | None = None,
@@ -45,12 +45,14 @@ def cli(
 
     **Arguments:**
 
-    - `main`: called with the parsed arguments; returns the last line to print, if any. Of
-        several processes, the first prints it.
+    - `main`: called with the parsed arguments. What it returns is printed last, if it is
+        not `None`: a text of yours, or what [`eqxshard.train`][] returned. Of several
+        processes, the first prints it.
     - `args_type`: a dataclass of the arguments: its docstring and those of its fields are
         the help. The options of a nested dataclass are a group of their own, with the
         name of its field before them, as in `--encoder.width`; those of
-        [`eqxshard.RunConfig`][] have none.
+        [`eqxshard.RunConfig`][] have none. It takes the arguments with it, and
+        [`eqxshard.train`][] records them.
     - `args`: the arguments, those of the command line by default.
 
     !!! Example
@@ -70,27 +72,17 @@ def cli(
     """
     refuse_import("eqxshard.cli")
     words = sys.argv[1:] if args is None else args
-    errors = exit_on_errors(whole_traceback="--traceback" in words)
     try:
-        with allow_closed_stdout(), errors:
-            parsed, plan = _parse(args_type, words)
-            if plan is not None:
-                # The accelerators of this machine are not needed.
-                jax.config.update("jax_platforms", "cpu")
-                main(parsed)
-                raise UsageError(
-                    f"{flag('plan')} {plan} plans what eqxshard.train would do, which was "
-                    "not called; leave it out."
-                )
-            else:
-                # absl's logging, which Grain uses, would put the names of loggers before
-                # what they say.
-                logging.basicConfig(format="%(message)s")
-                _cache_compiled()
-                initialize()
-                last_line = main(parsed)
-                if last_line is not None and jax.process_index() == 0:
-                    say(last_line)
+        with allow_closed_stdout():
+            with exit_on_errors():
+                parsed, run = _parse(args_type, words)
+            with _errors_of(run):
+                if run is not None:
+                    run.check()
+                if run is not None and run.plan is not None:
+                    _plan(main, parsed, run.plan)
+                else:
+                    _run(main, parsed)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr, flush=True)
         # What reads it may be gone.
@@ -99,6 +91,36 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
+
+
+def _errors_of(run: RunConfig | None) -> contextlib.AbstractContextManager[None]:
+    """How errors end a script with these options."""
+    if run is None:
+        return exit_on_errors(remedy="JAX_TRACEBACK_FILTERING=off shows them")
+    return exit_on_errors(whole_traceback=run.traceback)
+
+
+def _plan(main: Callable[[_Args], object], parsed: _Args, plan: str) -> None:
+    """Call the main function, which ends the process when it has printed the plan."""
+    # The accelerators of this machine are not needed.
+    jax.config.update("jax_platforms", "cpu")
+    main(parsed)
+    raise UsageError(
+        f"{flag('plan')} {plan} plans what eqxshard.train would do, which was not called; "
+        "leave it out."
+    )
+
+
+def _run(main: Callable[[_Args], object], parsed: _Args) -> None:
+    """Call the main function, and print what it returns."""
+    # absl's logging, which Grain uses, would put the names of loggers before what they
+    # say.
+    logging.basicConfig(format="%(message)s")
+    _cache_compiled()
+    initialize()
+    result = main(parsed)
+    if result is not None and jax.process_index() == 0:
+        say(str(result))
 
 
 def _cache_compiled() -> None:
@@ -111,13 +133,12 @@ def _cache_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | None]:
-    """The arguments, and what `--plan` says if they have the options of a run.
+def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, RunConfig | None]:
+    """The arguments, and the options of a run among them, if there are any.
 
     **Raises:**
 
-    `SystemExit` with status 2, once tyro has said what is wrong; `ValueError` with one
-    sentence if an option of a run makes no sense.
+    `SystemExit` with status 2, once tyro has said what is wrong.
     """
     _check_names(args_type)
     parsed: Any = tyro.cli(args_type, args=args, config=(tyro.conf.DisallowNone,))
@@ -125,9 +146,10 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | No
         run = getattr(parsed, field.name)
         if isinstance(run, RunConfig):
             run = _one_length(run, field.default)
-            run.check()
-            return dataclasses.replace(parsed, **{field.name: run}), run.plan
-    return parsed, parsed.plan if isinstance(parsed, RunConfig) else None
+            # `train` records them.
+            run = dataclasses.replace(run, arguments=parsed)
+            return dataclasses.replace(parsed, **{field.name: run}), run
+    return parsed, parsed if isinstance(parsed, RunConfig) else None
 
 
 def _check_names(args_type: type) -> None:
@@ -138,7 +160,7 @@ def _check_names(args_type: type) -> None:
         raise UsageError(
             f"{comma_list(runs)} of {args_type.__name__} are all a RunConfig; keep one."
         )
-    options = [field.name for field in dataclasses.fields(RunConfig)] if runs else []
+    options = option_names() if runs else []
     for name in filter(types.__contains__, options):
         raise UsageError(
             f"{flag(name)} is an option of RunConfig and an argument of this script, "

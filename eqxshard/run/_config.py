@@ -7,7 +7,7 @@ arguments, where it may set other defaults, and passes them to `train` as `confi
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
 
 import optax
@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from .._errors import UsageError, UsageTypeError
 from ..data._order import Steps
-from ..planning._plan import check_plan_file
 from ..trackers._tracker import is_installed
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
@@ -96,6 +95,11 @@ class RunConfig:
     """Write the plan of --plan to this file: a page, .html; .json; or .trace.json."""
     traceback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """At an error, show the whole traceback."""
+    # Not an option. It may be of any type, which need not have a hash.
+    arguments: Annotated[Any, tyro.conf.Suppress] = field(
+        default=None, repr=False, compare=False
+    )
+    """The script's own arguments, to be recorded: [`eqxshard.cli`][] puts them here."""
 
     def check(self) -> None:
         """Raise `ValueError` if an option makes no sense.
@@ -144,6 +148,8 @@ class RunConfig:
         if self.plan is not None:
             parse_plan(self.plan)
         if self.plan_file is not None:
+            from ..planning._plan import check_plan_file
+
             check_plan_file(self.plan_file)
             if self.plan is None:
                 raise UsageError(
@@ -179,6 +185,11 @@ class RunConfig:
                 "give a mesh as text."
             )
         return mesh
+
+
+def option_names() -> list[str]:
+    """The names of the options of `RunConfig`."""
+    return [each.name for each in fields(RunConfig) if each.name != "arguments"]
 
 
 def parse_plan(text: str) -> tuple[int, str]:

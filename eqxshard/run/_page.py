@@ -1,7 +1,7 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from math import isfinite, nan
 from pathlib import Path
@@ -19,24 +19,37 @@ from ..pages._format import (
 )
 from ..pages._kit import Markup, tag
 from ..sharding._text import comma_list, format_mesh
-from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
-from ._curves import draw_curves
-from ._read_run import SPEED, Point, RecordedRun, changes, read_run, showing
-from ._run_folder import RunFolder, read_values
+from ..trackers._writing import write_whole
+from ._changes import changes
+from ._charts import draw_curves
+from ._paths import RunPaths, read_values
+from ._recorded_run import (
+    SPEED,
+    Point,
+    RecordedRun,
+    format_time,
+    read_run,
+    showing,
+)
 
 #: The most evaluations that are listed: the last ones.
 _MOST_EVALUATIONS = 200
 
 
-def save_page(folder: RunFolder) -> None:
+def save_page(folder: RunPaths, waiting: Sequence[str] = ()) -> None:
     """Write the page of a run, from what its folder has.
+
+    **Arguments:**
+
+    - `folder`: the paths of its files.
+    - `waiting`: lines of its log that wait for room on a full disk.
 
     **Raises:**
 
     `ValueError` if it is not the folder of a run, and `OSError` if it cannot be written.
     """
-    run = read_run(folder)
+    run = read_run(folder, waiting)
     with showing(folder.path):
         text = render_run(run)
     write_whole(folder.page, text)
@@ -75,7 +88,7 @@ def _starts(run: RecordedRun) -> Iterator[Markup]:
         return
     rows = [
         (
-            _minute(str(start.facts.get("time", ""))),
+            "" if start.time is None else format_time(start.time, run.zone),
             start.step,
             kit.number(start.step_seconds, format_seconds),
             kit.number(start.goodput, "{:.0%}".format),
@@ -83,25 +96,22 @@ def _starts(run: RecordedRun) -> Iterator[Markup]:
         )
         for before, start in zip([run.starts[0], *run.starts], run.starts)
     ]
-    columns = ("Started", "From step", "Time of a step", "Goodput", "What changed")
+    when = f"Started ({run.zone})"
+    columns = (when, "From step", "Time of a step", "Goodput", "What changed")
     yield kit.draw_table("starts of the run", columns, rows)
 
 
 def _when(run: RecordedRun) -> str:
-    starts = run.record.get("starts") or []
-    if not starts:
-        return f"last report {run.last_written:%Y-%m-%d %H:%M}"
-    said = f"started {_minute(starts[0]['time'])}"
-    if len(starts) > 1:
-        steps = comma_list(f"{start['step']:,}" for start in starts[1:])
+    first, *others = run.starts
+    if first.time is None:
+        return f"last report {format_time(run.last_written, run.zone)} {run.zone}"
+    said = f"started {format_time(first.time, run.zone)}"
+    if others:
+        steps = comma_list(f"{start.step:,}" for start in others)
         said += f", resumed at step {steps}"
-    ended = (run.record.get("ended") or {}).get("time")
-    return f"{said}, ended {_minute(ended)}" if ended else said
-
-
-def _minute(time: str) -> str:
-    """A time of ISO 8601 without seconds and zone."""
-    return time[:16].replace("T", " ")
+    if run.ended is not None:
+        said += f", ended {format_time(run.ended, run.zone)}"
+    return f"{said} {run.zone}"
 
 
 def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
@@ -125,7 +135,7 @@ def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
         whole = format_duration(sum(start.parts.values()))
         tiles["Goodput"] = f"{start.goodput:.0%}", f"of {whole}: steps ran"
     if memory := run.record.get("memory"):
-        of = f" of {format_bytes(memory['limit'])}" if "limit" in memory else ""
+        of = f", of {format_bytes(memory['limit'])}" if "limit" in memory else ""
         tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak{of}"
     if parameters := run.record.get("parameters"):
         tiles["Parameters"] = format_count(parameters), f"{parameters:,}"
@@ -236,18 +246,19 @@ def _metrics(run: RecordedRun) -> Iterator[Markup]:
 def _evaluations(run: RecordedRun) -> Iterator[Markup]:
     found = run.evaluations
     shown = found[-_MOST_EVALUATIONS:]
-    kinds = [metric for each in found for metric in each.metrics if metric.kind == "eval"]
-    names = list(dict.fromkeys(metric.name for metric in kinds))
+    metrics = [x for each in found for x in each.metrics if x.kind in ("eval", "ema")]
+    names = list(dict.fromkeys(f"{metric.kind}/{metric.name}" for metric in metrics))
     if len(found) > len(shown):
         yield tag("p", f"The last {len(shown)} of {len(found):,}.")
     has_epochs = any("epoch" in each.values for each in shown)
     rows = []
     for each in shown:
-        values = [each.values.get(f"eval/{name}") for name in names]
+        values = [each.values.get(name) for name in names]
         epoch = kit.number(each.values.get("epoch"), format_number)
         rows.append([each.step, *[epoch] * has_epochs, *values])
     if rows:
-        columns = ("Step", *["Epoch"] * has_epochs, *names)
+        heads = [name.removeprefix("eval/") for name in names]
+        columns = ("Step", *["Epoch"] * has_epochs, *heads)
         yield kit.draw_table("evaluations", columns, rows)
 
 
@@ -273,27 +284,32 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
             metrics = folder.description(step)["metrics"]
             files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
             size = kit.number(sum(file.st_size for file in files), format_bytes)
-            saved = datetime.fromtimestamp(max(file.st_mtime for file in files))
-            found.append(([step, size, f"{saved:%Y-%m-%d %H:%M:%S}"], metrics))
+            saved = datetime.fromtimestamp(max(x.st_mtime for x in files), run.zone)
+            found.append(([step, size, format_time(saved, run.zone)], metrics))
     if found:
         names = [name for name in found[-1][1] if name.startswith("eval/")][:3]
         rows = [[*cells, *map(metrics.get, names)] for cells, metrics in found]
-        columns = ("Step", "Size", "Saved", *names)
+        columns = ("Step", "Size", f"Saved ({run.zone})", *names)
         yield kit.draw_table("checkpoints", columns, rows)
 
 
 def _settings(run: RecordedRun) -> Iterator[Markup]:
-    found = {name: run.record.get(name) for name in ("command", "data")}
-    for name, value in (run.record.get("settings") or {}).items():
+    found = {"data": run.record.get("data")}
+    settings = dict(run.record.get("settings") or {})
+    # The page is attached to issues, and this may be a path with somebody's name.
+    settings.pop("output", None)
+    for name, value in settings.items():
         found[f"settings.{name}" if name in found else name] = value
-    shown = {name: str(value) for name, value in found.items() if value not in (None, "")}
+    shown = {
+        name: str(value) for name, value in found.items() if value not in (None, "", [])
+    }
     if shown:
         yield kit.settings_list(shown)
 
 
 def _versions(run: RecordedRun) -> Iterator[Markup]:
     found = dict(run.record.get("versions") or {})
-    if host := run.record.get("host"):
-        found["host"] = host
+    if system := run.record.get("system"):
+        found["system"] = system
     if found:
         yield kit.settings_list(found)

@@ -1,9 +1,9 @@
-"""The arguments of `train` in groups: what a run reads, trains and measures."""
+"""The arguments of `train` in groups: the data that a run reads, and what it trains."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,25 +24,9 @@ from ..data._order import Sampler, Steps
 from ..data._sources import Source
 from ..data._stream import BatchStream
 from ..distributed import assert_same_on_all_processes
-from ..loop._callbacks import Callback
-from ..loop._clock import Part
-from ..loop._evaluate import evaluate
-from ..loop._ready_callbacks import (
-    EarlyStopping,
-    EvaluateEMA,
-    LearningRate,
-    Profile,
-    Throughput,
-    TimeLimit,
-    check_evaluated,
-)
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list, did_you_mean
-from ..training._ema import ema_model
-from ..training._eval_step import EvalStep
 from ..training._examples import Metrics
 from ..training._precision import Precision
-from ..training._state import map_models
 from ..training._train_step import make_train_step
 from ..training._update import Nonfinite
 from ._config import MakeOptim, RunConfig, make_optimizer
@@ -50,18 +34,6 @@ from ._config import MakeOptim, RunConfig, make_optimizer
 MakeModel = Callable[[Any], PyTree]
 #: From the state, or states by name, and a batch, to the new ones and metrics.
 Step = Callable[[Any, Any], tuple[Any, Metrics]]
-
-#: Callbacks that report no values under names of their own choice.
-_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput, TimeLimit)
-
-#: Values that every run reports.
-_REPORTED = (
-    "train/seconds",
-    "train/examples_per_second",
-    "train/nonfinite",
-    "goodput",
-    *[f"seconds/{part}" for part in get_args(Part)],
-)
 
 
 @dataclass(frozen=True)
@@ -169,17 +141,6 @@ def make_loader(
     return loader
 
 
-def make_evaluation_loader(source: Any, config: RunConfig, mesh: Mesh) -> Loader:
-    """The loader of the evaluation data, which are read to their end each time."""
-    loader = make_loader("eval_data", source, config, mesh, shuffle=False)
-    if not loader.has_end:
-        raise UsageError(
-            "eval_data is an endless dataset, and each evaluation reads all of it; leave "
-            ".repeat() out."
-        )
-    return loader
-
-
 @dataclass(frozen=True)
 class Training:
     """The model of a run, or several by name, and the step that trains it."""
@@ -196,6 +157,14 @@ class Training:
     grad_norms: bool
     lint: Lint
     compiler_options: Mapping[str, Any] | None
+
+    def __post_init__(self):
+        is_one = self.loss_fn is not None and not isinstance(self.make_model, Mapping)
+        if self.train_step is None and not is_one:
+            raise UsageError(
+                "train makes the step of one model and its loss_fn; give your own as "
+                "train_step= to train otherwise."
+            )
 
     def for_steps(self, steps: int) -> "Training":
         """The same, with the optimizers of a run of some steps."""
@@ -250,14 +219,10 @@ class Training:
         """The step of the run."""
         if self.train_step is not None:
             return self.train_step
-        if self.loss_fn is None or isinstance(self.make_model, Mapping):
-            raise UsageError(
-                "train makes the step of one model and its loss_fn; give your own as "
-                "train_step= to train otherwise."
-            )
+        loss_fn: Any = self.loss_fn
         optim: Any = self.make_optim  # Made by `for_steps`.
         return make_train_step(
-            self.loss_fn,
+            loss_fn,
             optim,
             accumulate=self.accumulate,
             nonfinite=self.nonfinite,
@@ -271,83 +236,3 @@ def _below(name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Those of the state of a name, without it."""
     found = ((path.partition("."), array) for path, array in arrays.items())
     return {rest: array for (root, _, rest), array in found if root == name}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Measures a model on the evaluation data; called with the model."""
-
-    step: EvalStep
-    loader: Loader
-
-    def __call__(self, model: PyTree) -> dict[str, Any]:
-        return evaluate(model, self.step, self.loader)
-
-    def names(self, state: PyTree) -> list[str]:
-        """The metrics, such as `eval/loss`; traces the evaluation.
-
-        **Raises:**
-
-        What `metric_fn` raises for a batch of these shapes.
-        """
-        lowered = self.step.lower(map_models(state), self.loader.shapes())
-        return metric_names("eval", lowered)
-
-
-def metric_names(kind: str, lowered: jax.stages.Lowered) -> list[str]:
-    """The metrics of a step that is lowered, such as `train/loss`."""
-    (_, metrics), _ = lowered.out_info
-    return [f"{kind}/{name}" for name in metrics.totals]
-
-
-def check_metrics(
-    evaluation: Evaluation | None,
-    state: PyTree,
-    lowered: jax.stages.Lowered | None,
-    best: str | None,
-    callbacks: Sequence[Callback],
-) -> None:
-    """Look for the metrics that others wait for, before the first step.
-
-    **Arguments:**
-
-    - `lowered`: the train step, for the names of its metrics; `None` if they are not known.
-
-    **Raises:**
-
-    `ValueError` if a metric is waited for that no report will have; and as
-    `Evaluation.names` does.
-    """
-    check_evaluated(callbacks, evaluation)
-    names = [] if evaluation is None else evaluation.names(state)
-    evaluated = [*names]
-    # What may be reported under names that are not known here.
-    others = ["train/"] if lowered is None else []
-    if lowered is not None:
-        names += metric_names("train", lowered)
-    for each in callbacks:
-        if isinstance(each, EvaluateEMA):
-            ema_model(state)  # It refuses a state that has no average.
-            if each.evaluate is None:
-                names += [name.replace("eval/", "ema/", 1) for name in evaluated]
-            else:
-                others.append("ema/")
-        names += ["learning_rate"] * isinstance(each, LearningRate)
-        names += ["tokens_per_second", "mfu"] * isinstance(each, Throughput)
-    # Callbacks of the user's own may report anything.
-    has_others = any(not isinstance(each, _KNOWN) for each in callbacks)
-    stops = [each for each in callbacks if isinstance(each, EarlyStopping)]
-    wanted = [("best", best), *(("EarlyStopping's metric", x.metric) for x in stops)]
-    for who, name in wanted:
-        if name is None or name in names or name in _REPORTED:
-            continue
-        if name.startswith(tuple(others)):
-            continue
-        meant = f"eval/{name}"
-        if has_others and meant not in names:
-            continue
-        remedy = "give train a metric_fn and eval_data, or leave it out"
-        if name.startswith("train/") or evaluated:
-            hint = did_you_mean(meant if meant in names else name, names)
-            remedy = f"{hint}use one of {comma_list(names)}"
-        raise UsageError(f"{who}={name!r} is no metric of this run; {remedy}.")

@@ -18,7 +18,7 @@ from ..sharding._text import comma_list, did_you_mean
 from ..training._init import abstract_state, init_state
 from ..training._state import with_state
 from ._config import RunConfig
-from ._run_folder import RunFolder, default_folder, read_values
+from ._paths import RunPaths, default_folder, read_values
 
 
 def restore_model(
@@ -87,7 +87,7 @@ def restore_model(
     mesh = config.make_mesh(mesh)
     key = jax.random.key(config.seed)
     options: Any = {"key": key, "mesh": mesh, "rule": rule or replicate()}
-    run = RunFolder(folder or config.output or default_folder(name))
+    run = RunPaths(folder or config.output or default_folder(name))
     record = read_values(run.record)
     if best is not None and mode is None and best == record.get("best"):
         mode = record.get("mode")
@@ -104,7 +104,7 @@ def restore_model(
 
 
 def _choose(
-    run: RunFolder,
+    run: RunPaths,
     record: Mapping[str, Any],
     checkpointer: Checkpointer,
     best: str | None,

@@ -1,71 +1,55 @@
-"""The state and the position that a run goes on from."""
+"""Whether a run goes on with what is in its folder, or is refused."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from jax.sharding import Mesh
-from jaxtyping import Array, Key
+import os
 
 from .._errors import UsageError
 from ..checkpoint._checkpointer import Checkpointer
-from ..checkpoint._match import Changes
-from ..data._loader import Loader
-from ..training._init import abstract_state, complete_state
-from ._config import RunConfig
-from ._parts import Training
+from ..checkpoint._folder import is_claimed
+from ..distributed import broadcast_from_first
+from ._config import Resume
+from ._paths import RunPaths, read_values
 
 
-def restore_state(
-    checkpointer: Checkpointer,
-    training: Training,
-    changes: Changes,
-    key: Key[Array, ""],
-    mesh: Mesh,
-) -> Any:
-    """Read the newest checkpoint, and make what it lacks and may lack.
-
-    **Arguments:**
-
-    - `changes`: what may differ from the checkpoint.
-    - `key`, `mesh`: as for [`eqxshard.init_state`][].
-
-    **Returns:**
-
-    The state, or states by name.
-    """
-
-    def make(known: Mapping[str, Array]) -> Any:
-        return training.make_states(complete_state, key, mesh, known=known)
-
-    like = training.make_states(abstract_state, key, mesh)
-    return checkpointer.restore_or_make(like, changes, make)
-
-
-def restore_position(
-    loader: Loader, position: Mapping[str, Any], config: RunConfig
-) -> None:
-    """Move the loader to the position of a checkpoint.
-
-    Another batch size of examples is no mistake: the run says that it has changed.
+def should_resume(
+    paths: RunPaths, resume: Resume, checkpointer: Checkpointer, *, overwrite: bool
+) -> bool:
+    """Whether to continue an earlier run, as [`eqxshard.run.RunFolder`][] has it.
 
     **Raises:**
 
-    `ValueError` if `--seed` would order the examples otherwise, or a dataset that makes
-    batches made others; and as [`eqxshard.Loader.restore`][] does.
+    `ValueError` if there is a run and there should be none, or the reverse; or files of
+    somebody else's have the names of a run's.
     """
-    saved = position.get("fingerprint")
-    seed = saved.get("seed", config.seed) if isinstance(saved, Mapping) else config.seed
-    if seed != config.seed:
+    # As process 0 sees it, before it creates the folder: all must do the same.
+    found = [checkpointer.steps(), paths.path.is_dir(), is_claimed(paths.path)]
+    found.append(_find_foreign(paths))
+    steps, exists, has_checkpoints, foreign = broadcast_from_first(found)
+    if has_checkpoints:
         raise UsageError(
-            f"--seed is {config.seed}, and the run in this folder has --seed {seed}, which "
-            f"orders its examples; resume with --seed {seed}, or start a new run in "
-            "another folder."
+            f"{paths.path} is a folder of checkpoints, not of a run; give the run's, "
+            f"such as {paths.path.parent}."
         )
-    loader.restore(position)
-    rows = position.get("rows", config.batch_size)
-    if rows != config.batch_size:
+    if foreign is not None:
         raise UsageError(
-            f"--batch-size is {config.batch_size}, and the run in this folder has batches "
-            f"of {rows}, which its dataset makes; resume with --batch-size {rows}, or "
-            "start a new run with a grain.MapDataset of examples, where it can change."
+            f"{paths.path / foreign} is not of a run of eqxshard, and one would replace "
+            f"it; give another --output."
         )
+    if resume == "no" and steps and not overwrite:
+        raise UsageError(
+            f"{paths.path} has a run at step {steps[-1]}; use --resume auto to continue "
+            "it, --overwrite to remove it and start over, or another --output."
+        )
+    if resume == "yes" and not exists:
+        raise UsageError(
+            f"{paths.path} has no run to resume; leave --resume out, or use --resume auto."
+        )
+    return bool(steps) and resume != "no"
+
+
+def _find_foreign(paths: RunPaths) -> str | None:
+    """The name of a file that a run would replace, but that no run of ours wrote."""
+    files = (paths.metrics, paths.curves, paths.summary, paths.page, paths.record)
+    here = [file for file in (*files, paths.warnings) if os.path.lexists(file)]
+    links = [file for file in here if file.is_symlink()]
+    is_ours = is_claimed(paths.checkpoints) or "starts" in read_values(paths.record)
+    return next((file.name for file in (links if is_ours else here)), None)

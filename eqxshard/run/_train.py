@@ -3,9 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -24,67 +22,38 @@ from ..data._loader import Remainder
 from ..data._order import Sampler
 from ..data._sources import Source
 from ..distributed import broadcast_from_first, is_main_process
-from ..loop._batches import Position
-from ..loop._callbacks import Callback, check_callbacks, why_ended
-from ..loop._clock import announced
+from ..loop._callbacks import Callback, check_callbacks
 from ..loop._fit import fit
 from ..loop._loop import Loop
+from ..loop._position import Position
 from ..loop._ready_callbacks import Profile
-from ..pages._format import format_number
 from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, say
-from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
-from ..training._eval_step import make_eval_step
-from ..training._init import init_state
 from ..training._precision import Precision
-from ..training._state import states_of, step_of, unused_axes
+from ..training._state import states_of, unused_axes
 from ..training._train_step import TrainStep
 from ..training._update import Nonfinite
 from ._config import MakeOptim, RunConfig, last_step, parse_profile
-from ._parts import (
-    Evaluation,
-    MakeModel,
-    Step,
-    Training,
-    TrainingData,
-    check_metrics,
-    make_evaluation_loader,
-)
-from ._plan_run import plan_run
-from ._read_run import RecordedRun, describe_evaluations, summarize
-from ._record import RunRecord, describe_devices, name_settings, versions
-from ._resume import restore_position, restore_state
-from ._run_folder import RunFolder, default_folder, script_name
+from ._evaluation import Evaluation, check_metrics
+from ._exit import filtering_tracebacks
+from ._facts import describe_devices, versions
+from ._parts import MakeModel, Step, Training, TrainingData
+from ._paths import default_folder, script_name
+from ._record import RunRecord
+from ._result import RunResult, make_result, read_summary, summarize
+from ._run_folder import RunFolder
+from ._settings import name_settings
+from ._start import Saved, Start, resume, start_anew
 
 #: Steps between checkpoints, and between evaluations, with data that have no epochs.
 _WITHOUT_EPOCHS = 1000
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What [`eqxshard.train`][] returns.
-
-    - `state`: the [`eqxshard.TrainState`][] at the end; of several models, a dict of them.
-    - `metrics`: the last evaluation, by metric.
-    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`, by the
-      median step. Only a run of one report includes its compiling.
-    - `title`: its name, devices and mesh: `LeNet on 2 x cpu (data=2)`.
-    - `folder`: the folder of its files.
-    - `summary`: the contents of its `summary.json`.
-    """
-
-    # What a notebook shows of it is without these two, which are long.
-    state: Any = field(repr=False)
-    metrics: dict[str, float]
-    speed: str
-    title: str
-    folder: Path
-    summary: dict[str, Any] = field(repr=False)
+#: What a summary has of the facts of a run.
+_OF_SUMMARY = ("title", "data", "parameters", "settings", "versions")
 
 
 def train(
@@ -173,13 +142,15 @@ def train(
         the training data.
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
-    - `settings`: more settings to record in `summary.json`: the script's arguments, as a
-        dataclass or a dict. Those of a group in it have their path, `encoder.width`; one
-        that is called as an option of `config` is there as `settings.seed`, say.
+    - `settings`: what to record of the run besides its options, as a dataclass or a dict;
+        by default the script's arguments, if [`eqxshard.cli`][] has parsed them. Those of
+        a group have their path, `encoder.width`; one that is called as an option of
+        `config` is there as `settings.seed`, say.
 
     **Returns:**
 
-    An [`eqxshard.run.RunResult`][]. With several processes, every process gets one.
+    An [`eqxshard.run.RunResult`][], which prints as a line; a script's main function may
+    return it. With several processes, every process gets one.
 
     **Raises:**
 
@@ -207,15 +178,11 @@ def train(
         ```
     """
     refuse_import("eqxshard.train")
-    if isinstance(mesh, Mapping):
-        mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     config = RunConfig() if config is None else config
     config.check()
-    if best is not None:
-        mode = best_mode(best, mode)
     check_trackers(trackers)
     check_callbacks(callbacks)
-    changes = Changes(rename, missing, unused)
+    mode = mode if best is None else best_mode(best, mode)
     named = name_settings(settings, config)
     data = TrainingData(train_data, sampler, transform, remainder, read_options, workers)
     training = Training(
@@ -232,105 +199,80 @@ def train(
         lint=lint,
         compiler_options=compiler_options,
     )
+    if isinstance(mesh, Mapping):
+        mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     if config.plan is not None:
+        from ._plan_run import plan_run
+
         plan_run(config, mesh, data, training, epochs, steps)
         raise SystemExit(0)
     # Before any code of the user's, which may change the working directory.
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
     loader = data.make_loader(config, mesh)
-    last = last_step(config, epochs, steps, loader.steps)
-    timed = training.for_steps(last)
-    step = timed.make_step()
-    evaluation = None
-    if metric_fn is not None and eval_data is not None:
-        evaluation = Evaluation(
-            make_eval_step(metric_fn, precision=precision, lint=lint),
-            make_evaluation_loader(eval_data, config, mesh),
-        )
-    if config.profile is not None:
-        callbacks = [*callbacks, _profile(config.profile, folder, last)]
     epoch = None if loader.steps is None else len(loader)
+    evaluation = Evaluation.of(
+        metric_fn, eval_data, config, mesh, precision=precision, lint=lint
+    )
     checkpointer = Checkpointer(
         folder.checkpoints,
         save_every=config.save_every or epoch or _WITHOUT_EPOCHS,
         best=best,
         mode=mode,
     )
-    resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
-    key = jax.random.key(config.seed)
+    find_last = partial(last_step, config, epochs, steps)
     with (
-        short_traceback(),
+        filtering_tracebacks("off") if config.traceback else short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
     ):
-        with announced("reading the checkpoint" if resumes else "making the state"):
-            if resumes:
-                state = restore_state(checkpointer, timed, changes, key, mesh)
-            else:
-                state = timed.make_states(partial(init_state, load=load), key, mesh)
-        first, lowered = step_of(state), None
-        if resumes and (position := checkpointer.description(first)["loader"]):
-            restore_position(loader, position, config)
-            # Epochs that began with another batch size have other numbers of steps.
-            last = last_step(config, epochs, steps, loader.steps)
-            timed = training.for_steps(last)
-            step = timed.make_step()
-        ended = None
-        if resumes:
-            ended = why_ended(callbacks, checkpointer.description(first)["callbacks"])
-        goes_on = first < last and ended is None
-        if isinstance(step, TrainStep) and goes_on:
-            # A mistake in the loss function leaves no run behind.
-            lowered = step.lower(state, loader.shapes())
-        if goes_on:
-            check_metrics(evaluation, state, lowered, best, callbacks)
+        if folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite):
+            changes = Changes(rename, missing, unused)
+            saved = Saved(checkpointer, changes, callbacks)
+            start = resume(saved, training, loader, find_last, config, mesh)
+        else:
+            start = start_anew(training, find_last(loader.steps), config, mesh, load)
+        if config.profile is not None:
+            callbacks = [*callbacks, _profile(config.profile, folder, start.last)]
+        step, lowered = start.training.make_step(), None
+        if start.goes_on:
+            # A mistake in the loss or the metrics leaves no run behind.
+            if isinstance(step, TrainStep):
+                lowered = step.lower(start.state, loader.shapes())
+            check_metrics(evaluation, start.state, lowered, best, callbacks)
         # Before the trackers, which empty the files of an earlier run.
         if config.overwrite:
             checkpointer.start_over()
-        checkpointer.claim_run(first, Position.of(loader, first))
+        checkpointer.claim_run(start.step, Position.of(loader, start.step))
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
+        reached = None if loader.steps is None else loader.steps.epochs(start.last)
         facts = {
             "title": f"{title} | {data.name} data" if data.warning else title,
-            "steps": last,
+            "steps": start.last,
             "unit": data.unit,
             "best": best,
             "mode": mode,
             "data": data.name,
-            "parameters": _count_parameters(state),
-            "settings": {
-                **named,
-                "epochs": None if loader.steps is None else loader.steps.epochs(last),
-            },
+            "parameters": _count_parameters(start.state),
+            "settings": {**named, "epochs": reached},
             "versions": versions(),
             **describe_devices(mesh),
         }
         # A start that takes no step leaves what is written of the run as it is.
-        summary = {} if goes_on else folder.read_summary()
+        summary = {} if start.goes_on else read_summary(folder)
         if is_main_process():
-            # If a callback has ended the run, fit says so.
-            if ended is None:
-                _announce(record, data.warning, facts, first)
+            _announce(record, data.warning, facts, start)
             if lowered is not None:
-                record.warn(unused_axes(state, mesh, training.rule, lambda: lowered))
+                record.warn(unused_axes(start.state, mesh, training.rule, lambda: lowered))
             if not summary:
-                own = folder.trackers(
-                    title=facts["title"],
-                    total_steps=last,
-                    first=first,
-                    extra={"data": data.name} if data.name else {},
-                    services=config.track,
-                    settings=facts["settings"],
-                )
-                trackers = (*trackers, *own)
-                record.begin(facts, first)
+                trackers = (*trackers, *_begin(folder, record, facts, start, config))
         kept = _KeepsLoop()
         with _saying_how_to_go_on(checkpointer):
             state = fit(
-                state,
+                start.state,
                 step,
                 loader,
-                steps=last,
+                steps=start.last,
                 evaluate=evaluation,
                 evaluate_every=config.evaluate_every
                 or ("epoch" if epoch else _WITHOUT_EPOCHS),
@@ -340,66 +282,76 @@ def train(
                 log_every=config.log_every,
                 hang_seconds=config.hang_seconds,
             )
-        if kept.loop is not None:
-            record.stopped = kept.loop.stop_reason or ""
+        record.stopped = kept.stop_reason
         if is_main_process() and not summary:
-            of_run = ("title", "data", "parameters", "settings", "versions")
-            summary = {
-                **summarize(RecordedRun(folder), epoch, data.unit),
-                **{name: facts[name] for name in of_run},
-                "devices": describe_mesh(mesh),
-                **kept.skipped(),
-            }
+            summary = _summarize(folder, facts, epoch, mesh) | kept.skipped
             folder.write_summary(summary)
         summary = broadcast_from_first(summary)
     if is_main_process():
         # What reads it may be gone.
         with contextlib.suppress(OSError):
-            if evaluated := describe_evaluations(RecordedRun(folder)):
-                say(evaluated)
             print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
-    # Of a run that was finished already, it is that of the devices that it ran on.
-    title = summary.get("title", facts["title"])
-    return _result(state, summary, title, folder, data.unit)
+    # Of a run that was finished before, the title is that of the devices that it had.
+    return make_result(state, folder.path, summary, facts["title"], data.unit)
+
+
+def _begin(
+    folder: RunFolder,
+    record: RunRecord,
+    facts: Mapping[str, Any],
+    start: Start,
+    config: RunConfig,
+) -> list[Tracker]:
+    """Write the record of a run, and make the trackers that write to its folder."""
+    trackers = folder.trackers(
+        title=facts["title"],
+        total_steps=start.last,
+        first=start.step,
+        extra={"data": facts["data"]} if facts["data"] else {},
+        services=config.track,
+        settings=facts["settings"],
+    )
+    record.begin(facts, start.step)
+    return trackers
+
+
+def _summarize(
+    folder: RunFolder, facts: Mapping[str, Any], epoch: int | None, mesh: Mesh
+) -> dict[str, Any]:
+    """The summary of a run: what its log says, and what is known of it from the start."""
+    from ._recorded_run import RecordedRun
+
+    run = RecordedRun(folder, folder.waiting)
+    return {
+        **summarize(run, epoch, facts["unit"]),
+        **{name: facts[name] for name in _OF_SUMMARY},
+        "devices": describe_mesh(mesh),
+    }
 
 
 class _KeepsLoop(Callback):
-    """Keeps the loop of a run, which knows at the end which steps were skipped."""
+    """Keeps the loop of a run, which knows at the end how the run went."""
 
     every = None
-    loop: Loop | None = None
+    _loop: Loop | None = None
 
     def after_save(self, loop: Loop) -> None:
         """Called at the end of every run that takes a step."""
-        self.loop = loop
+        self._loop = loop
 
+    @property
+    def stop_reason(self) -> str:
+        """Why a callback has ended the run; empty if none has."""
+        return (self._loop and self._loop.stop_reason) or ""
+
+    @property
     def skipped(self) -> dict[str, Any]:
         """The entry of the summary, if steps were skipped."""
-        found = None if self.loop is None else self.loop.report.skipped
+        found = None if self._loop is None else self._loop.report.skipped
         if found is None or not found.steps:
             return {}
         entry = {"steps": found.steps, "first": found.first, "found": found.found}
         return {"skipped": entry}
-
-
-def _result(
-    state: Any, summary: dict[str, Any], title: str, folder: RunFolder, unit: str
-) -> RunResult:
-    pace = or_nan(summary.get("seconds_per_epoch"))
-    speed = or_nan(summary.get(f"{unit}_per_second"))
-    evaluated = [name for name in summary if name.startswith("test_")]
-    return RunResult(
-        state=state,
-        metrics={
-            name.removeprefix("test_"): or_nan(summary[name])
-            for name in evaluated
-            if not name.endswith("_by_epoch")
-        },
-        speed=f"{format_number(pace)} s/epoch | {format_number(speed)} {unit}/s",
-        title=title,
-        folder=folder.path,
-        summary=summary,
-    )
 
 
 def _profile(steps: str, folder: RunFolder, last: int) -> Profile:
@@ -417,15 +369,17 @@ def _count_parameters(states: Any) -> int:
     return sum(map(jnp.size, jax.tree.leaves(eqx.filter(models, eqx.is_array))))
 
 
-def _announce(record: RunRecord, warning: str, facts: dict[str, Any], first: int) -> None:
+def _announce(record: RunRecord, warning: str, facts: dict[str, Any], start: Start) -> None:
+    if start.ended is not None:
+        return  # `fit` says so.
     if warning:
         record.warn([f"SYNTHETIC DATA: {warning}"])
-    if first >= facts["steps"]:
-        say(f"training already finished at step {first}; nothing is left to do.")
-    elif first:
+    if start.step >= start.last:
+        say(f"training already finished at step {start.step}; nothing is left to do.")
+    elif start.step:
         changes = record.changes(facts)
         what = f"; changed: {comma_list(changes)}" if changes else ""
-        say(f"resuming from step {first}{what}.")
+        say(f"resuming from step {start.step}{what}.")
 
 
 @contextlib.contextmanager

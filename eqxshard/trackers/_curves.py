@@ -9,8 +9,8 @@ from typing import Any
 from .._errors import UsageError
 from ..pages._format import format_value
 from ..sharding._files import local_path
-from ._files import Seldom, writing
-from ._tracker import Value, is_evaluation, metrics, numbers
+from ._tracker import Value, is_evaluation, is_installed, metrics, numbers
+from ._writing import Seldom, writing
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
 
@@ -40,9 +40,8 @@ class Curves:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
-        from matplotlib.figure import Figure
-
-        self._new_figure = Figure
+        if not is_installed("matplotlib"):
+            raise ImportError("Curves needs Matplotlib: `pip install matplotlib`.")
         self._path = local_path(path, "the file")
         if self._path.suffix.lower() not in (".png", ""):
             raise UsageError(
@@ -89,10 +88,13 @@ class Curves:
 
     def _draw(self) -> Any:
         """A figure of Matplotlib, with a panel for each metric."""
+        # Here, because it takes longer than a first step.
+        from matplotlib.figure import Figure
+
         columns = min(len(self._series), 3)
         rows = math.ceil(len(self._series) / columns)
         size = max(4.2 * columns, 5.5), 3.3 * rows
-        figure = self._new_figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(self._title, fontsize=11)
         for place, (name, series) in enumerate(self._series.items(), 1):
             panel = figure.add_subplot(rows, columns, place)

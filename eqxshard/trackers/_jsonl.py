@@ -11,8 +11,8 @@ from typing import Any
 
 from .._errors import UsageError
 from ..sharding._files import local_path, open_file, parse_json
-from ._files import write_whole, writing
 from ._tracker import Value, numbers
+from ._writing import write_whole, writing
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from .._errors import UsageError
 from ..distributed import is_main_process
-from ._files import write_whole
 from ._tracker import Value, numbers
+from ._writing import write_whole
 
 
 class MLflow:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import sys
+import time
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+#: Within an epoch, a log gets a line this often.
+_SECONDS_BETWEEN_LINES = 60.0
+
+
 class ProgressBar:
     """Shows the progress of a run, on stderr.
 
     On a terminal this is a bar with the step, the epoch, the training metrics, the speed
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
-    log) it is a plain line for the first report, each epoch and each evaluation. A notebook
-    has a bar, too, with the lines of evaluations below it.
+    log) it is a plain line for the first report, each evaluation and the end of each epoch,
+    and for a report once a minute has passed. A notebook has a bar, too, with the lines of
+    evaluations below it.
 
     **Arguments:**
 
@@ -53,7 +59,8 @@ class ProgressBar:
         # Started with the first values, so that a run that fails before its first step
         # leaves the terminal alone: the bar and its task, or a notebook's display.
         self._live: Any = None
-        self._has_reported = False
+        # When the next line of a log is due, within an epoch.
+        self._next_line = 0.0
         if title:
             # The disk of a log may be full, which is no reason not to train.
             with contextlib.suppress(OSError):
@@ -63,7 +70,7 @@ class ProgressBar:
         """Move the bar, or print a line; evaluations always get a line."""
         values = numbers(values)
         epoch = f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
-        texts = {kind: _text(values, kind) for kind in ("train", "eval")}
+        texts = {kind: _text(values, kind) for kind in ("train", "eval", "ema")}
         if self._console.is_jupyter or self._console.is_interactive:
             training = texts.pop("train")
             if training and self._console.is_jupyter:
@@ -72,9 +79,11 @@ class ProgressBar:
                 self._move(step, epoch.rstrip(), training)
         else:
             ends = step == self._total or float(values.get("epoch", 0.5)).is_integer()
-            if self._has_reported and not ends:
+            now = time.monotonic()
+            if not (ends or now >= self._next_line):
                 del texts["train"]
-            self._has_reported = True
+            elif texts["train"]:
+                self._next_line = now + _SECONDS_BETWEEN_LINES
         for kind, text in texts.items():
             if text:
                 self._print(f"{epoch}step {step}/{self._total}  {kind} {text}")

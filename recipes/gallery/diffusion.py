@@ -128,7 +128,6 @@ def main(args: Args) -> str:
         test_data,
         config=args.run,
         epochs=1,
-        settings=args,
     )
     images = draw(eqxshard.ema_model(run.state), jax.random.key(args.run.seed))
     save_images(run.folder / "drawn.png", np.asarray(images))

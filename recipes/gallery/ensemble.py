@@ -95,7 +95,6 @@ def main(args: Args) -> str:
         steps=1500,
         mesh="tensor=-1",
         rule=RULE,
-        settings=args,
     )
     x = jnp.linspace(-3.2, 3.2, 300)
     outputs = eqxshard.filter_jit(predict)(run.state.model, x)

@@ -107,7 +107,6 @@ def main(args: Args) -> str:
         eval_data=None,
         config=args.run,
         steps=1500,
-        settings=args,
     )
 
     @eqxshard.filter_jit

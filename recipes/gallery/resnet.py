@@ -109,7 +109,6 @@ def main(args: Args) -> str:
         config=args.run,
         steps=1200,
         remainder="drop",
-        settings=args,
     )
     few = test_data.gather(np.arange(24))
     trained = nn.inference_mode((run.state.model, run.state.model_state))

@@ -87,7 +87,6 @@ def main(args: Args) -> str:
         test_data,
         config=args.run,
         epochs=5,
-        settings=args,
     )
     few = test_data.gather(SHOWN)
     logits = eqxshard.filter_jit(predict)(run.state.model, few)

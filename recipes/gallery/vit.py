@@ -115,7 +115,6 @@ def main(args: Args) -> str:
         steps=1200,
         mesh="fsdp=-1",
         rule=eqxshard.fsdp(min_size=2**10),
-        settings=args,
     )
     few = test_data.gather(np.arange(24))
     logits = eqxshard.filter_jit(predict)(run.state.model, few)

@@ -10,7 +10,7 @@ from eqxshard.loop import _loop
 from eqxshard.loop._callbacks import CallbackList
 from eqxshard.loop._clock import Clock
 from eqxshard.loop._loop import Loop
-from eqxshard.loop._report import Report
+from eqxshard.loop._step_metrics import Report
 
 # Epochs of 6 steps.
 

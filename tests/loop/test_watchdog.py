@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -60,6 +61,22 @@ def test_whatever_a_run_is_stuck_in_is_named_and_ends_it(caplog, capfd, ended, w
     assert "longer than hang_seconds=1: " in line
     assert line.endswith("; start the run again, to resume from its newest checkpoint.")
     assert "in is_stuck" in capfd.readouterr().err
+
+
+def test_an_evaluation_of_an_hour_is_not_logged(monkeypatch, caplog, capfd, ended):
+    late, clock = [0.0], time.perf_counter
+    monkeypatch.setattr("time.perf_counter", lambda: clock() + late[0])
+    watching = []
+
+    def evaluate(model):
+        late[0] = 3600.0
+        watching.extend(thread.name for thread in threading.enumerate())
+        return {}
+
+    state, train_step = fresh()
+    eqxshard.fit(state, train_step, make_loader(), steps=1, evaluate=evaluate)
+    assert "watchdog" not in watching and watching
+    assert caplog.text == "" and "Thread" not in capfd.readouterr().err
 
 
 def test_a_run_that_goes_on_is_not_ended(ended):

@@ -1,6 +1,7 @@
 """What a script prints, and the status that it ends with."""
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import optax
 import pytest
 from process_helpers import read_until, started
 from run_helpers import SCRIPT, assert_refused, environment, read_lines
+from run_train_helpers import train
 
 import eqxshard
 from eqxshard.compiled._causes import is_users
@@ -31,14 +33,63 @@ LINE = (
 def test_the_last_line_is_what_main_returns(script, tmp_path):
     status, out, err = script("--devices", 2, "--output", tmp_path / "run")
     assert status == 0, err
-    *_, evaluated, before, last = out.splitlines()
+    *_, before, last = out.splitlines()
     assert re.fullmatch(LINE, last), last
-    value = r"accuracy 0\.\d{4}"
-    said = rf"evaluated at step 12: {value}, loss 0\.\d{{4}} \| best {value} at step \d+"
-    assert re.fullmatch(said, evaluated), evaluated
     assert (
         before == f"metrics, checkpoints and a page, index.html, are in {tmp_path / 'run'}"
     )
+    # What the script was called with is recorded.
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    own = {"model": "small", "optimizer": "adam", "learning_rate": None}
+    assert own.items() <= summary["settings"].items()
+    assert summary["settings"]["devices"] == 2 and "arguments" not in summary["settings"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """Arguments without options of a run."""
+
+    width: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loud:
+    """A script that always shows whole tracebacks."""
+
+    run: eqxshard.RunConfig = eqxshard.RunConfig(traceback=True)
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """Runs a main function; returns its status, stdout and stderr."""
+
+    def run(main, args_type):
+        # It is for all of the process, and so for other tests.
+        monkeypatch.setattr("eqxshard.run._cli._cache_compiled", lambda: None)
+        with pytest.raises(SystemExit) as stop:
+            eqxshard.cli(main, args_type, args=[])
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_script_may_return_what_train_returned(run_main, tmp_path):
+    results = []
+
+    def main(args):
+        results.append(train(tmp_path, best="eval/accuracy"))
+        return results[0]
+
+    status, out, err = run_main(main, Bare)
+    assert status == 0, err
+    *_, last = out.splitlines()
+    value = r"\d\.\d{4}"
+    said = (
+        rf"evaluated at step 12: accuracy {value}, loss {value} "
+        rf"\| best accuracy {value} at step \d+ "
+        r"\| [\d.]+ s/epoch \| [\d,]+ points/s \| Small on 2 x cpu \(data=2\)"
+    )
+    assert re.fullmatch(said, last) and last == str(results[0]), last
 
 
 def test_help_groups_options_and_shows_defaults(script):
@@ -161,6 +212,21 @@ def test_a_script_beside_the_library_is_the_users():
         assert is_users(file) == expected, file
 
 
+def fail_in_jax(args):
+    jax.numpy.zeros(3) + jax.numpy.zeros(4)
+
+
+def test_a_script_may_always_show_all(run_main):
+    status, _, err = run_main(fail_in_jax, Loud)
+    assert status == 1 and "/jax/" in err and "are left out" not in err
+
+
+def test_a_script_without_the_option_is_not_told_to_use_it(run_main):
+    status, _, err = run_main(fail_in_jax, Bare)
+    assert status == 1 and "/jax/" not in err and "--traceback" not in err
+    assert err.endswith("are left out; JAX_TRACEBACK_FILTERING=off shows them.\n")
+
+
 def test_traceback_shows_all(script):
     status, _, err = script("--fail", "jax", "--traceback", "--devices", 2)
     assert status == 1
@@ -185,8 +251,10 @@ def test_steps_replace_the_epochs_of_a_script():
     ):
         run = _parse(Own, args)[0].run
         assert (run.epochs, run.steps) == length
+    _, run = _parse(Own, ["--epochs", "2", "--steps", "3"])
+    assert run is not None
     with pytest.raises(ValueError, match="--epochs 2 and --steps 3 contradict each other"):
-        _parse(Own, ["--epochs", "2", "--steps", "3"])
+        run.check()
 
 
 @dataclasses.dataclass(frozen=True)

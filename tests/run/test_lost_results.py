@@ -64,7 +64,9 @@ def test_a_disk_without_room_for_metrics_keeps_the_result(tmp_path, finished, mo
     assert read_lines(tmp_path) == []
     assert_same_result(run, finished)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["test_loss_by_epoch"] == finished.summary["test_loss_by_epoch"]
+    assert summary["evaluated_at"] == STEPS
+    name = "test_loss_by_evaluation"
+    assert summary[name] == finished.summary[name]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
 import dataclasses
+import json
+import os
 
 import pytest
 from browser import browser, open_page
@@ -59,6 +61,35 @@ def test_everything_of_a_run_is_there(page):
     assert "python" in [x.text for x in page.find("section", id="versions").find_all("dt")]
 
 
+def test_times_are_in_the_zone_of_the_first_start(tmp_path):
+    starts = [
+        {"time": "2026-03-01T10:00:00+09:00", "step": 0},
+        {"time": "2026-03-01T01:20:00+00:00", "step": 1000},
+    ]
+    ended = {"time": "2026-03-01T03:00:00+01:00", "why": ""}
+    folder = make_run(tmp_path / "a", record=make_record(starts=starts, ended=ended))
+    about = page_of(folder).find("p", class_="about").text
+    said = "started 2026-03-01 10:00, resumed at step 1,000, ended 2026-03-01 11:00"
+    assert about.endswith(f" | {said} UTC+09:00")
+    times = [cells[0].text for cells in rows(page_of(folder), "starts")]
+    assert times == ["2026-03-01 10:00", "2026-03-01 10:20"]
+    # The clock of this machine is in another zone.
+    os.utime(folder.metrics, (1772330000, 1772330000))
+    folder.record.write_text(json.dumps(make_record(starts=starts, steps=3000, ended=None)))
+    headline = page_of(folder).find("h1").text
+    assert headline.endswith("on 2026-03-01 10:53 UTC+09:00, and not ended since")
+
+
+def test_a_page_may_be_attached_to_an_issue(page, folder):
+    """It names no host and no folder, and has no command line, which may have a secret."""
+    record = json.loads(folder.record.read_text())
+    text = folder.page.read_text()
+    assert record["host"] == "node-3" and "node-3" not in text
+    assert record["command"] not in text and "train.py" not in text
+    assert record["settings"]["output"] not in text
+    assert "Linux-6.1" in page.find("section", id="versions").text
+
+
 def test_metrics_have_their_ends_and_what_is_missing(page):
     found = {cells[0].text: [x.text for x in cells[1:]] for cells in rows(page, "metrics")}
     first, last, low, low_at, high, high_at, missing = found["eval/accuracy"]
@@ -113,7 +144,7 @@ def test_everything_is_escaped(tmp_path):
         command=bad,
         settings={bad: bad},
         versions={bad: bad},
-        host=bad,
+        system=bad,
         devices={"kind": bad, "count": 8, "per_process": 8},
         ended={"time": "2026-03-01T10:06:00+00:00", "why": bad},
     )

@@ -13,12 +13,9 @@ import pytest
 
 import eqxshard
 from eqxshard.run import RunFolder
-from eqxshard.run._record import (
-    RunRecord,
-    describe_devices,
-    name_settings,
-    versions,
-)
+from eqxshard.run._facts import describe_devices, versions
+from eqxshard.run._record import RunRecord
+from eqxshard.run._settings import name_settings
 
 
 @pytest.fixture
@@ -167,7 +164,7 @@ def test_where_nobody_else_shows_them_they_are_shown():
     """In a process without pytest, whose handlers would."""
     code = """if True:
         import logging, warnings
-        from eqxshard.run._record import hearing_warnings
+        from eqxshard.run._heard_warnings import hearing_warnings
         show = warnings.showwarning
         with hearing_warnings(print):
             logging.getLogger("eqxshard.b").warning("logged")

@@ -2,13 +2,16 @@ import importlib.util
 import itertools
 import json
 import sys
+import types
 
 import pytest
 
 import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._config import Resume
-from eqxshard.run._run_folder import _PageTracker, default_folder
+from eqxshard.run._paths import default_folder
+from eqxshard.run._result import read_summary
+from eqxshard.run._run_folder import _PageTracker
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
 
@@ -79,7 +82,9 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
     assert default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
     assert default_folder(None) == "runs/fashion_mnist"
-    for argv in ([""], ["-c"], ["-m"]):
+    # As in a notebook, and with `python -c`.
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    for argv in ([""], ["-c"], ["/lib/ipykernel_launcher.py", "-f", "kernel.json"]):
         monkeypatch.setattr(sys, "argv", argv)
         assert default_folder("LeNet") == "runs/lenet"
         assert default_folder(None) == "runs/run"
@@ -116,10 +121,15 @@ def test_files_of_the_users_are_not_replaced(folder, name, resume: Resume):
     ],
 )
 def test_a_summary_of_the_wrong_form_is_none(folder, odd):
-    good = {"test_loss": None, "test_loss_by_epoch": [1], "seconds_per_epoch": 2, "x": "y"}
+    good = {
+        "test_loss": None,
+        "test_loss_by_evaluation": [1],
+        "seconds_per_epoch": 2,
+        "x": "y",
+    }
     folder.path.mkdir()
     folder.summary.write_text(json.dumps(good))
-    assert folder.read_summary() == good
+    assert read_summary(folder) == good
     for text in (json.dumps(good | odd), "[]", "5", "{"):
         folder.summary.write_text(text)
-        assert folder.read_summary() == {}
+        assert read_summary(folder) == {}

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import traceback
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from helpers import assert_equal, lenient
 from page_parser import parse
 from run_helpers import read_lines
-from run_script import EXAMPLES, Line, loss_fn, make_data
+from run_script import EXAMPLES, Line, jax_bug, loss_fn, make_data
 from run_train_helpers import (
     CONFIG,
     STEPS,
@@ -29,7 +30,8 @@ from run_train_helpers import (
 
 import eqxshard
 from eqxshard import RunConfig
-from eqxshard.pages._format import format_number
+from eqxshard.pages._format import format_number, format_value
+from eqxshard.run._config import option_names
 from eqxshard.training import Metrics
 
 _ = copy, finished  # Fixtures.
@@ -67,16 +69,17 @@ def test_the_summary_says_how_it_was_made(finished):
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary == finished.summary
     assert summary.keys() == {
-        *("test_accuracy", "test_accuracy_by_epoch", "test_loss", "test_loss_by_epoch"),
+        *("test_accuracy", "test_accuracy_by_evaluation", "evaluated_at"),
+        *("test_loss", "test_loss_by_evaluation"),
         *("seconds_per_epoch", "points_per_second", "data", "devices", "parameters"),
         *("settings", "versions", "seconds", "goodput", "title"),
     }
-    assert len(summary["test_loss_by_epoch"]) == 2
+    assert len(summary["test_loss_by_evaluation"]) == 2
     assert (summary["data"], summary["devices"]) == ("lines", "2 x cpu (data=2)")
     assert summary["parameters"] == 3 * 8 + 8 + 8 * 2 + 2
     assert {"python", "eqxshard", "jax", "jaxlib", "optax"} <= summary["versions"].keys()
     settings = summary["settings"]
-    assert settings.keys() == {field.name for field in dataclasses.fields(RunConfig)}
+    assert settings.keys() == {*option_names()}
     assert (settings["epochs"], settings["batch_size"]) == (2.0, 16)
 
 
@@ -324,6 +327,48 @@ def test_a_mistake_in_the_loss_leaves_no_run_behind(tmp_path):
     assert "The batch has no 'z'; it has x, y." in caught.value.__notes__
     assert not (tmp_path / "run").exists()
     train(tmp_path / "run")
+
+
+def test_traceback_keeps_all_frames(tmp_path):
+    for wanted in (False, True):
+        config = dataclasses.replace(CONFIG, traceback=wanted)
+        with pytest.raises(ValueError, match="Size of label 'i'") as caught:
+            train(tmp_path / "run", config, loss_fn=jax_bug)
+        files = [frame.filename for frame in traceback.extract_tb(caught.tb)]
+        assert any("/eqxshard/training/" in file for file in files) == wanted
+        assert any("/jax/" in file for file in files) == wanted
+
+
+def test_averaged_weights_are_in_the_result_and_the_summary(tmp_path, capfd):
+    def make_averaged(steps):
+        return optax.chain(make_optim(steps), eqxshard.ema_weights(0.5))
+
+    averages = [eqxshard.callbacks.EvaluateEMA()]
+    run = train(tmp_path, make_optim=make_averaged, callbacks=averages)
+    lines = [line for line in read_lines(tmp_path) if "ema/loss" in line]
+    values = [line["ema/loss"] for line in lines]
+    assert len(values) == 2 and values[-1] != run.metrics["loss"]
+    assert run.metrics["ema/loss"] == run.summary["ema_loss"] == values[-1]
+    assert run.summary["ema_loss_by_evaluation"] == values
+    assert f", ema/loss {format_value(values[-1])} | " in str(run)
+    err = capfd.readouterr().err
+    assert re.search(rf"step 12/12  ema accuracy \S+  loss {format_value(values[-1])}", err)
+    page = parse((tmp_path / "index.html").read_text())
+    heads = page.find("section", id="evaluations").find_all("th", scope="col")
+    assert "ema/loss" in [head.text for head in heads]
+
+
+def test_a_step_is_made_once_also_if_a_run_resumes_with_other_batches(copy, monkeypatch):
+    made = []
+
+    def count(*args, **options):
+        made.append(eqxshard.make_train_step(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr("eqxshard.run._parts.make_train_step", count)
+    config = dataclasses.replace(CONFIG, resume="yes", batch_size=8)
+    assert int(train(copy, config, epochs=3).state.step) == STEPS + 12
+    assert len(made) == 1
 
 
 def test_several_models_need_a_step(tmp_path):

@@ -181,7 +181,7 @@ def test_data_without_epochs_have_none_in_the_summary_and_on_the_page(tmp_path, 
     run = train(tmp_path, train_data=examples().repeat(), epochs=None, steps=5)
     assert run.summary["seconds_per_epoch"] is run.summary["settings"]["epochs"] is None
     assert run.speed.startswith("nan s/epoch | ")
-    assert len(run.summary["test_loss_by_epoch"]) == 1
+    assert len(run.summary["test_loss_by_evaluation"]) == 1
     record = json.loads((tmp_path / "run.json").read_text())
     assert (record["steps"], record["settings"]["epochs"]) == (5, None)
     page = parse((tmp_path / "index.html").read_text())

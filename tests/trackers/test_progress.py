@@ -60,6 +60,28 @@ def test_without_a_terminal_the_last_step_is_a_line_even_in_mid_epoch(unannotate
     ]
 
 
+def test_without_a_terminal_a_run_without_epochs_has_a_line_a_minute(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = console(terminal=False)
+    bar = ProgressBar(100, console=out)
+    for step in range(1, 101):
+        bar.log(step, {"train/loss": 1.0})
+        now[0] += 7.0
+    steps = [int(step) for step in re.findall(r"step (\d+)/100  train", written(out))]
+    assert steps == [*range(1, 100, 9), 100]
+
+
+def test_averaged_weights_have_a_line():
+    for terminal in (False, True):
+        out = console(terminal=terminal)
+        bar = ProgressBar(10, console=out)
+        bar.log(10, {"eval/loss": 2.0, "ema/loss": 1.0})
+        bar.close()
+        lines = [line.rstrip() for line in written(out).splitlines()]
+        assert lines == ["step 10/10  eval loss 2.000", "step 10/10  ema loss 1.000"]
+
+
 def test_on_a_terminal_the_bar_moves_and_evaluations_stay():
     out = console(terminal=True)
     bar = ProgressBar(20, title="LeNet", console=out)

@@ -2,7 +2,7 @@ import pytest
 
 from eqxshard import Checkpointer
 from eqxshard.data._order import Steps
-from eqxshard.loop._schedule import Due, Schedule
+from eqxshard.loop._due import Due, Schedule
 from eqxshard.loop._signals import Stop
 
 

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, tzinfo
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from .._errors import UsageError
 from ..checkpoint._folder import CheckpointFolder, best_of
 from ..loop._clock import goodput
-from ..pages._format import format_value
-from ..sharding._text import comma_list, format_mesh
 from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Metric, metrics, times
-from ._run_folder import RunFolder, read_values
+from ._log import read_log
+from ._paths import RunPaths, read_values
 
 #: What the speed is called among the metrics.
 SPEED = "examples per second"
@@ -60,6 +59,11 @@ class Start:
     facts: Mapping[str, Any]
     reports: Sequence[Report]
 
+    @property
+    def time(self) -> datetime | None:
+        """When it was, with its time zone; `None` if that is not known."""
+        return _time(self.facts)
+
     @cached_property
     def parts(self) -> dict[str, float]:
         """The seconds of each part of the wall time."""
@@ -95,9 +99,14 @@ class Start:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the files of a run say, each read when it is asked for; any may be missing."""
+    """What the files of a run say, each read when it is asked for; any may be missing.
 
-    folder: RunFolder
+    - `folder`: the paths of the files.
+    - `waiting`: lines of the log that wait for room on a full disk.
+    """
+
+    folder: RunPaths
+    waiting: Sequence[str] = ()
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -107,7 +116,7 @@ class RecordedRun:
     @cached_property
     def reports(self) -> list[Report]:
         """The numbers of each line of the log that is whole."""
-        return [_report(line) for line in self.folder.history()]
+        return [_report(line) for line in read_log(self.folder, self.waiting)]
 
     @cached_property
     def starts(self) -> list[Start]:
@@ -141,12 +150,26 @@ class RecordedRun:
         saved = CheckpointFolder(self.folder.checkpoints).known_steps()
         return max([0, *saved, *(report.step for report in self.reports[-1:])])
 
+    @cached_property
+    def zone(self) -> tzinfo | None:
+        """The time zone of its first start, which all times of its page are in.
+
+        If that is not known, it is the one of this process.
+        """
+        first = self.starts[0].time
+        return (datetime.now().astimezone() if first is None else first).tzinfo
+
     @property
     def last_written(self) -> datetime:
         """When the last line was logged; without a log, when the run started."""
         files = (self.folder.metrics, self.folder.record)
         newest = next(file for file in files if file.exists())
-        return datetime.fromtimestamp(newest.stat().st_mtime).astimezone()
+        return datetime.fromtimestamp(newest.stat().st_mtime, self.zone)
+
+    @property
+    def ended(self) -> datetime | None:
+        """When the last start ended; `None` if it has not, or was killed."""
+        return _time(self.record.get("ended") or {})
 
     @property
     def state(self) -> str:
@@ -164,7 +187,8 @@ class RecordedRun:
         steps = self.record.get("steps")
         at = f"step {self.step:,}" + ("" if steps is None else f" of {steps:,}")
         if self.state == "not ended":
-            return f"At {at} on {self.last_written:%Y-%m-%d %H:%M}, and not ended since"
+            written = format_time(self.last_written, self.zone)
+            return f"At {at} on {written} {self.zone}, and not ended since"
         why = self.record["ended"].get("why")
         return f"Stopped at {at}: {why}" if why else f"Stopped at {at}"
 
@@ -205,7 +229,7 @@ class RecordedRun:
         return next(filter(math.isfinite, found), None)
 
 
-def read_run(folder: RunFolder) -> RecordedRun:
+def read_run(folder: RunPaths, waiting: Sequence[str] = ()) -> RecordedRun:
     """Read the folder of a run.
 
     **Raises:**
@@ -221,91 +245,7 @@ def read_run(folder: RunFolder) -> RecordedRun:
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
-    return RecordedRun(folder)
-
-
-def summarize(run: RecordedRun, steps_per_epoch: int | None, unit: str) -> dict[str, Any]:
-    """Metrics and speed of a run, for its summary.
-
-    **Arguments:**
-
-    - `run`: the run.
-    - `steps_per_epoch`: the number of steps in an epoch, if there are epochs.
-    - `unit`: the name of the examples, such as `images`.
-
-    **Returns:**
-
-    For each evaluated metric its last value, and a list of all; the best value of the
-    metric whose best checkpoint is kept. Of the last start: the seconds of an epoch, and
-    the examples per second; the wall time by part, and the share of it in which training
-    steps ran. What is not known is `None`.
-    """
-    summary: dict[str, Any] = {}
-    evaluated = [metric for report in run.evaluations for metric in report.metrics]
-    for kind, name, value in evaluated:
-        if kind == "eval":
-            known = value if math.isfinite(value) else None
-            summary[f"test_{name}"] = known
-            summary.setdefault(f"test_{name}_by_epoch", []).append(known)
-    if run.best is not None:
-        value, step = run.best
-        summary["best"] = {"metric": run.record["best"], "value": value, "step": step}
-    start = run.last_start
-    if start.parts:
-        summary |= {"seconds": start.parts, "goodput": start.goodput}
-    pace = start.step_seconds and steps_per_epoch and start.step_seconds * steps_per_epoch
-    speed = start.examples_per_second
-    return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": speed}
-
-
-def describe_evaluations(run: RecordedRun) -> str:
-    """The last evaluation of a run, and the best beside it, as a line; empty without."""
-    if not run.evaluations:
-        return ""
-    last = run.evaluations[-1]
-    values = [
-        f"{metric.name} {format_value(metric.value)}"
-        for metric in last.metrics
-        if metric.kind == "eval"
-    ]
-    said = f"evaluated at step {last.step:,}: {comma_list(values)}"
-    if run.best is not None:
-        (value, step), name = run.best, str(run.record["best"]).removeprefix("eval/")
-        said += f" | best {name} {format_value(value)} at step {step:,}"
-    return said
-
-
-#: Settings that are of one start of a run, and not of the run.
-_OF_A_START = ("resume", "overwrite", "output", "profile", "traceback")
-
-
-def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What runs, or the starts of one, may differ in, as text by name."""
-    found = {**(facts.get("settings") or {}), **(facts.get("versions") or {})}
-    # Options have such names, too, and may not say what they came to.
-    found |= {name: facts.get(name) for name in ("data", "parameters")}
-    if devices := facts.get("devices"):
-        found["mesh"] = format_mesh(facts.get("mesh") or {})
-        found["devices"] = f"{devices['count']} x {devices['kind']}"
-        if devices["per_process"] != devices["count"]:
-            found["devices of a process"] = devices["per_process"]
-    known = {name: value for name, value in found.items() if value is not None}
-    return {name: str(value) for name, value in known.items() if name not in _OF_A_START}
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two starts of a run, such as `seed 0 -> 1`."""
-    old, new = comparable(before), comparable(now)
-    if "steps" in {**old, **new}:
-        # Who gives these gives no epochs; both starts have a last step.
-        for found, facts in ((old, before), (new, now)):
-            found.pop("epochs", None)
-            found["steps"] = str(facts.get("steps"))
-    return [
-        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
-    ]
+    return RecordedRun(folder, waiting)
 
 
 @contextlib.contextmanager
@@ -319,6 +259,19 @@ def showing(folder: Path) -> Iterator[None]:
             f"({type(error).__name__}: {error}); correct or remove the one that is damaged "
             "or of another version: run.json, metrics.jsonl or plan.json."
         ) from error
+
+
+def format_time(time: datetime, zone: tzinfo | None) -> str:
+    """A time in a zone, to the minute: `2026-03-01 10:06`."""
+    return f"{time.astimezone(zone):%Y-%m-%d %H:%M}"
+
+
+def _time(entry: Mapping[str, Any]) -> datetime | None:
+    """The time of an entry of `run.json`, in the zone that it is written in."""
+    if not entry.get("time"):
+        return None
+    time = datetime.fromisoformat(entry["time"])
+    return time if time.tzinfo else time.astimezone()
 
 
 def _report(line: Mapping[str, Any]) -> Report:

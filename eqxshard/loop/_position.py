@@ -1,4 +1,4 @@
-"""The batches of a run: one for each step, or those of many steps in one dispatch."""
+"""What `fit` reads: the batches of each dispatch, and the position that is saved."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from ..data._loader import Loader
 from ..data._order import Steps
 from ..training._eval_step import EvalStep
 from ..training._train_step import TrainStep
-from ._schedule import Schedule
+from ._due import Schedule
 
 #: For each dispatch, the number of its steps, and their batch, or batches.
 Dispatches = Generator[tuple[int, PyTree], None, None]

@@ -9,7 +9,7 @@ from loop_helpers import Recorder, make_loader, run
 import eqxshard
 from eqxshard.data._order import Steps
 from eqxshard.loop._clock import Clock
-from eqxshard.loop._report import Report
+from eqxshard.loop._step_metrics import Report
 from eqxshard.trackers._tracker import numbers
 from eqxshard.training import Metrics
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..pages._format import format_number, format_value
 from ..pages._kit import Markup, tag
-from ._read_run import SPEED, Point, RecordedRun
+from ._recorded_run import SPEED, Point, RecordedRun
 
 #: The most points of a curve that are on the page.
 MOST_POINTS = 600

@@ -15,7 +15,25 @@ from ..training._advice import is_out_of_memory, shorten_traceback
 
 
 @contextlib.contextmanager
-def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
+def filtering_tracebacks(how: str) -> Iterator[None]:
+    """Set JAX's option `jax_traceback_filtering`, which this library obeys, too.
+
+    **Arguments:**
+
+    - `how`: `"off"` keeps all frames.
+    """
+    before = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", how)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+@contextlib.contextmanager
+def exit_on_errors(
+    *, whole_traceback: bool = False, remedy: str = "--traceback shows them"
+) -> Iterator[None]:
     """End the process at an error.
 
     A `UsageError` is one line, and the exit status is 2. Devices without enough memory are
@@ -25,15 +43,14 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
     **Arguments:**
 
     - `whole_traceback`: show the whole traceback of any error.
+    - `remedy`: how to see the frames that are left out.
     """
-    filtering = jax.config.values["jax_traceback_filtering"]
-    if whole_traceback:
-        jax.config.update("jax_traceback_filtering", "off")
-    elif filtering == "auto":
-        # Without a note that JAX has removed its frames, which is done here.
-        jax.config.update("jax_traceback_filtering", "tracebackhide")
+    how = "off" if whole_traceback else jax.config.values["jax_traceback_filtering"]
+    # Without a note that JAX has removed its frames, which is done here.
+    how = "tracebackhide" if how == "auto" else how
     try:
-        yield
+        with filtering_tracebacks(how):
+            yield
     except Exception as error:
         if isinstance(error, BrokenPipeError) and is_stdout_closed():
             raise
@@ -46,18 +63,16 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
             notes = getattr(error, "__notes__", [])
             say("\n".join([f"error: {first}", *notes]), sys.stderr)
         else:
-            _print_short(error)
+            _print_short(error, remedy)
         exit_process(2 if isinstance(error, ON_PURPOSE) else 1)
-    finally:
-        jax.config.update("jax_traceback_filtering", filtering)
 
 
-def _print_short(error: Exception) -> None:
+def _print_short(error: Exception, remedy: str) -> None:
     whole = error.__traceback__
     shorten_traceback(error)
     traceback.print_exception(error)
     if error.__traceback__ is not whole:
         print(
-            "Frames of eqxshard, JAX and Equinox are left out; --traceback shows them.",
+            f"Frames of eqxshard, JAX and Equinox are left out; {remedy}.",
             file=sys.stderr,
         )

@@ -5,8 +5,8 @@ import pytest
 from page_parser import parse
 from run_page_helpers import make_lines, make_run
 
-from eqxshard.run._curves import MOST_POINTS, draw_curves, thin
-from eqxshard.run._read_run import Point, read_run
+from eqxshard.run._charts import MOST_POINTS, draw_curves, thin
+from eqxshard.run._recorded_run import Point, read_run
 
 
 def draw(folder, lines):

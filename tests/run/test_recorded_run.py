@@ -8,7 +8,8 @@ from run_page_helpers import make_lines, make_record, make_run
 from eqxshard.checkpoint._manifest import describe, write_checksums
 from eqxshard.run import RunFolder
 from eqxshard.run._page import save_page
-from eqxshard.run._read_run import read_run, summarize
+from eqxshard.run._recorded_run import read_run
+from eqxshard.run._result import summarize
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,8 @@ def test_the_summary_is_of_the_evaluations_and_the_median_step(tmp_path):
     run = read_run(make_run(tmp_path / "run", lines=make_lines(8)))
     found = summarize(run, 200, "images")
     first, last = (lines["eval/accuracy"] for lines in make_lines(8)[3::4])
-    assert found["test_accuracy_by_epoch"] == [first, last]
-    assert found["test_accuracy"] == last
+    assert found["test_accuracy_by_evaluation"] == [first, last]
+    assert (found["test_accuracy"], found["evaluated_at"]) == (last, 400)
     # A report of 50 steps has 6.5 s of training.
     assert found["seconds_per_epoch"] == pytest.approx(4 * 6.5)
     assert found["images_per_second"] == pytest.approx(64 * 50 / 6.5)
@@ -133,4 +134,4 @@ def test_the_summary_is_of_the_evaluations_and_the_median_step(tmp_path):
     found = summarize(read_run(make_run(tmp_path / "b", lines=lines)), 1, "images")
     assert found == dict.fromkeys(
         ("test_loss", "seconds_per_epoch", "images_per_second")
-    ) | {"test_loss_by_epoch": [None]}
+    ) | {"test_loss_by_evaluation": [None], "evaluated_at": 1}
