@@ -34,18 +34,7 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
             None,
         ),
     ),
-    "training step, MLP of 48 layers": (
-        "step_overhead",
-        "depth 48",
-        (
-            "eqxshard, nonfinite='skip'",
-            "jax.jit, flattened by hand",
-            "equinox.filter_jit",
-            "Flax NNX, nnx.split and jax.jit",
-            None,
-        ),
-    ),
-    "LeNet on Fashion-MNIST, 1 device": (
+    "LeNet on Fashion-MNIST": (
         "epoch",
         "lenet",
         (
@@ -54,17 +43,6 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
             "Equinox's own page, 1 device",
             "Flax NNX + Grain",
             "PyTorch",
-        ),
-    ),
-    "LeNet on Fashion-MNIST, 2 devices": (
-        "epoch",
-        "lenet",
-        (
-            "eqxshard, 2 devices",
-            None,
-            "Equinox's own page, 2 devices",
-            None,
-            "PyTorch DDP, 2 processes",
         ),
     ),
     "shuffled images from memory": (
@@ -76,17 +54,6 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
             None,
             "Grain, per record",
             "PyTorch, whole batches",
-        ),
-    ),
-    "shuffled images from ArrayRecord files": (
-        "data",
-        "from ArrayRecord",
-        (
-            "eqxshard, threads",
-            "ArrayRecord and NumPy",
-            None,
-            "Grain, 2 worker(s)",
-            "PyTorch",
         ),
     ),
     "process start to first step": (

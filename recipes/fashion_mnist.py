@@ -1,6 +1,5 @@
 """Train a small classifier on Fashion-MNIST, on whatever devices there are."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -15,19 +14,21 @@ import eqxshard
 
 
 class ConvNet(eqx.Module):
+    """Two convolutions and two dense layers: by default, LeNet."""
+
     conv1: nn.Conv2d
     conv2: nn.Conv2d
     # The annotations name the dims, for rules such as tensor parallelism's.
     hidden: Annotated[nn.Linear, "mlp features"]
     logits: Annotated[nn.Linear, "classes mlp"]
 
-    def __init__(self, channels1, channels2, kernel2, hidden, key):
+    def __init__(self, key, channels=(20, 50), kernel=5, hidden=128):
         k1, k2, k3, k4 = jax.random.split(key, 4)
-        self.conv1 = nn.Conv2d(1, channels1, kernel_size=3, key=k1)
-        self.conv2 = nn.Conv2d(channels1, channels2, kernel_size=kernel2, key=k2)
+        self.conv1 = nn.Conv2d(1, channels[0], kernel_size=3, key=k1)
+        self.conv2 = nn.Conv2d(*channels, kernel_size=kernel, key=k2)
         # Images of 28x28 pixels are 13x13 after the first convolution and its pooling.
-        side = (13 - kernel2 + 1) // 2
-        self.hidden = nn.Linear(channels2 * side**2, hidden, key=k3)
+        side = (13 - kernel + 1) // 2
+        self.hidden = nn.Linear(channels[1] * side**2, hidden, key=k3)
         self.logits = nn.Linear(hidden, 10, key=k4)
 
     def __call__(self, x):
@@ -35,23 +36,6 @@ class ConvNet(eqx.Module):
         x = pool(jax.nn.relu(self.conv1(x)))
         x = pool(jax.nn.relu(self.conv2(x)))
         x = jax.nn.relu(self.hidden(jnp.ravel(x)))
-        return self.logits(x)
-
-
-class MLP(eqx.Module):
-    hidden1: Annotated[nn.Linear, "mlp pixels"]
-    hidden2: Annotated[nn.Linear, "features mlp"]
-    logits: Annotated[nn.Linear, "classes features"]
-
-    def __init__(self, key):
-        k1, k2, k3 = jax.random.split(key, 3)
-        self.hidden1 = nn.Linear(784, 256, key=k1)
-        self.hidden2 = nn.Linear(256, 128, key=k2)
-        self.logits = nn.Linear(128, 10, key=k3)
-
-    def __call__(self, x):
-        x = jax.nn.relu(self.hidden1(jnp.ravel(x)))
-        x = jax.nn.relu(self.hidden2(x))
         return self.logits(x)
 
 
@@ -71,27 +55,39 @@ def metric_fn(model, batch):
     return {"accuracy": correct, "loss": loss_fn(model, batch, None)}
 
 
-MODELS: dict[str, Callable] = {
-    "lenet": partial(ConvNet, 20, 50, 5, 128),
-    "cnn": partial(ConvNet, 32, 64, 3, 256),
-    "mlp": MLP,
-}
-NAMES = {"lenet": "LeNet", "cnn": "CNN", "mlp": "MLP"}
-EPOCHS = {"lenet": 10, "cnn": 5, "mlp": 10}
+# The options: other models, ways to split them, and optimizers.
 
-MESHES = {"replicate": "data=-1", "fsdp": "fsdp=-1", "tensor": "tensor=-1"}
+
+class MLP(eqx.Module):
+    hidden1: Annotated[nn.Linear, "mlp pixels"]
+    hidden2: Annotated[nn.Linear, "features mlp"]
+    logits: Annotated[nn.Linear, "classes features"]
+
+    def __init__(self, key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        self.hidden1 = nn.Linear(784, 256, key=k1)
+        self.hidden2 = nn.Linear(256, 128, key=k2)
+        self.logits = nn.Linear(128, 10, key=k3)
+
+    def __call__(self, x):
+        x = jax.nn.relu(self.hidden1(jnp.ravel(x)))
+        x = jax.nn.relu(self.hidden2(x))
+        return self.logits(x)
+
+
+# The name of the run, the model, and the epochs to train it for.
+MODELS = {
+    "lenet": ("LeNet", ConvNet, 10),
+    "cnn": ("CNN", partial(ConvNet, channels=(32, 64), kernel=3, hidden=256), 5),
+    "mlp": ("MLP", MLP, 10),
+}
+TENSOR = eqxshard.by_dim({"mlp": "tensor"})
+# A mesh and a rule.
 RULES = {
-    "replicate": eqxshard.replicate(),
-    "fsdp": eqxshard.fsdp(min_size=2**10),
-    "tensor": eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.replicate()),
+    "replicate": ("data=-1", eqxshard.replicate()),
+    "fsdp": ("fsdp=-1", eqxshard.fsdp(min_size=2**10)),
+    "tensor": ("tensor=-1", eqxshard.combine(TENSOR, eqxshard.replicate())),
 }
-
-OPTIMIZERS: dict[str, Callable] = {
-    "adamw": partial(optax.adamw, b2=0.98, weight_decay=0.01),
-    "adam": partial(optax.adam, b2=0.98),
-    "sgd": partial(optax.sgd, momentum=0.9, nesterov=True),
-}
-LEARNING_RATES = {"adamw": 5e-3, "adam": 5e-3, "sgd": 0.05}
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Args:
 def make_optimizer(args, steps):
     peak = args.learning_rate
     if peak is None:
-        peak = LEARNING_RATES[args.optimizer]
+        peak = 0.05 if args.optimizer == "sgd" else 0.005
     if not 0 < peak < float("inf"):
         raise eqxshard.UsageError(
             f"--learning-rate {peak} is not positive and finite; use another."
@@ -125,25 +121,31 @@ def make_optimizer(args, steps):
     rise = optax.linear_schedule(0.0, peak, warm_up)
     fall = optax.linear_schedule(peak, peak / 100, steps - warm_up)
     schedule = optax.join_schedules([rise, fall], boundaries=[warm_up])
-    return OPTIMIZERS[args.optimizer](schedule)
+    if args.optimizer == "sgd":
+        return optax.sgd(schedule, momentum=0.9, nesterov=True)
+    if args.optimizer == "adam":
+        return optax.adam(schedule, b2=0.98)
+    return optax.adamw(schedule, b2=0.98, weight_decay=0.01)
 
 
 def main(args: Args) -> str:
     train_data, test_data = eqxshard.data.load_fashion_mnist(
         args.data, data_dir=args.data_dir
     )
+    name, make_model, epochs = MODELS[args.model]
+    mesh, rule = RULES[args.rule]
     run = eqxshard.train(
-        MODELS[args.model],
+        make_model,
         loss_fn,
         metric_fn,
         partial(make_optimizer, args),
         train_data,
         test_data,
         config=args.run,
-        name=NAMES[args.model],
-        epochs=EPOCHS[args.model],
-        mesh=MESHES[args.rule],
-        rule=RULES[args.rule],
+        name=name,
+        epochs=epochs,
+        mesh=mesh,
+        rule=rule,
         best="eval/accuracy",
         settings=args,
     )

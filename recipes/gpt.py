@@ -1,4 +1,8 @@
-"""Train a language model, on whatever devices there are, and write text with it."""
+"""Train a language model, on whatever devices there are, and write text with it.
+
+The model is in gpt_model.py, sampling in gpt_generate.py, and what reads and writes the
+weights of others in gpt_weights.py.
+"""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,7 +1,10 @@
 """A decoder in plain Equinox: GPT-2, Llama, and what lies between, by its shape.
 
-The annotations name the dims, and rules split them over a mesh; nothing else here knows
-of devices.
+The annotations name the dims of arrays, and rules split them over a mesh. Three places
+know more of the mesh: `GPT.embed` says how activations are split, `GPT.hidden` runs the
+layers as a pipeline where there are stages, and `MLP` leaves sequences as they are where
+`context` splits them. Attention and experts come from eqxshard, and look at the mesh
+themselves.
 """
 
 from dataclasses import dataclass
@@ -192,7 +195,7 @@ class MLP(eqx.Module):
         self.down_bias = jnp.zeros(shape.embed) if shape.bias else None
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
+        if size_of_axis("context") > 1:
             return self.apply(x)
         # As one dim of rows, compilers for CPUs multiply the gradients of weights faster.
         return self.apply(x.reshape(-1, x.shape[-1])).reshape(x.shape)
@@ -305,7 +308,7 @@ class GPT(eqx.Module):
         positions = count_up(tokens) if positions is None else positions
         k1, k2 = (None, None) if key is None else jax.random.split(key)
         x, balance = self.embed(tokens, positions, k1), jnp.zeros(len(tokens))
-        if jax.sharding.get_abstract_mesh().shape.get("stage", 1) > 1:
+        if size_of_axis("stage") > 1:
             x = eqxshard.parallel.pipeline(
                 self.blocks,
                 x,
@@ -374,6 +377,11 @@ def flops_per_token(shape: Shape) -> float:
         heads=shape.heads,
         head_dim=shape.head_dim,
     )
+
+
+def size_of_axis(axis: str) -> int:
+    """The size of an axis of the mesh that this is compiled for; 1 without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
 
 
 def count_up(tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

@@ -91,7 +91,7 @@ TENSOR = eqxshard.first_match(
 RULE = gpt.make_rule(SHAPE)
 
 MLP = (Wide, fashion_mnist.loss_fn, images(512))
-LENET = (partial(fashion_mnist.ConvNet, 20, 50, 5, 1024), fashion_mnist.loss_fn)
+LENET = (partial(fashion_mnist.ConvNet, hidden=1024), fashion_mnist.loss_fn)
 DOTS = (partial(GPT, shape=SHAPE, remat="dots"), gpt.loss_fn, texts(16))
 
 CASES = {

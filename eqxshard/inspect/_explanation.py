@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
 from ..sharding._optimizer_state import is_split
 from ..sharding._spec import axes_of, format_sizes
+from ..sharding._text import format_bytes
 from ._tables import render
 
 

@@ -13,11 +13,9 @@ from .._errors import NonfiniteError
 from ..checkpoint._checkpointer import Checkpointer
 from ..data._loader import Loader
 from ..distributed import is_main_process
-from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
 from ..sharding._rows import describe_batch
-from ..sharding._text import first_few, say
-from ..trackers._tracker import numbers
+from ..sharding._text import first_few, format_bytes, say
 from ..training._advice import REMEDY, is_out_of_memory, says_what_it_needs
 from ..training._donation import any_donated
 from ..training._state import TrainState, replace
@@ -28,6 +26,7 @@ from ._clock import announced
 from ._loop import Loop
 from ._position import Position
 from ._step_metrics import shown
+from ._tracker import numbers
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
 from ..sharding._text import say
-from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
 from ..training._examples import Metrics
 from ..training._state import map_models, step_of
@@ -26,6 +25,7 @@ from ._position import Batches, Position, check_loader, dispatches_of, steps_of
 from ._ready_callbacks import check_evaluated
 from ._signals import stop_signals
 from ._step_metrics import Report, tell
+from ._tracker import Tracker, check_trackers
 
 _State = TypeVar("_State")
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from .._errors import UsageTypeError
 from ..data._order import Steps
-from ..trackers._tracker import Image, Tracker, Value
 from ..training._examples import Metrics
 from ._clock import Clock, goodput
 from ._skipped import Skipped
+from ._tracker import Image, Tracker, Value
 
 _LOG = logging.getLogger(__name__)
 

@@ -3,16 +3,6 @@
 import math
 
 
-def format_bytes(size: int | float) -> str:
-    """Bytes in the unit that fits: `12.35 GB`, `411 MB`, `14 B`."""
-    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= 0.9995 * each:
-            part = size / each
-            digits = max(3 - len(f"{abs(part):.0f}"), 0) if unit != "GB" else 2
-            return f"{part:,.{digits}f} {unit}"
-    return f"{size:,.0f} B"
-
-
 def format_flops(count: int | float) -> str:
     """Operations in the unit that fits: `1.5 TFLOP`, `93.6 MFLOP`."""
     for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP")):

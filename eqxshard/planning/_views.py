@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ..compiled._communication import join_axes
 from ..inspect._tables import format_shape, render
-from ..pages._format import format_bytes, format_flops, format_seconds
+from ..pages._format import format_flops, format_seconds
 from ..pages._kit import (
     Markup,
     Number,
@@ -23,7 +23,7 @@ from ..pages._kit import (
     tag,
 )
 from ..sharding._spec import format_spec
-from ..sharding._text import format_mesh
+from ..sharding._text import format_bytes, format_mesh
 from ._plan import Plan, PlannedTime
 
 #: How many collectives, and how many arrays, are printed.

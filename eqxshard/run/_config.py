@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .._errors import UsageError, UsageTypeError
 from ..data._order import Steps
-from ..trackers._tracker import is_installed
+from ..trackers._metrics import is_installed
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
 

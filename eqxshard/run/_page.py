@@ -10,15 +10,9 @@ from typing import Any
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import format_duration
 from ..pages import _kit as kit
-from ..pages._format import (
-    format_bytes,
-    format_count,
-    format_number,
-    format_seconds,
-    format_value,
-)
+from ..pages._format import format_count, format_number, format_seconds, format_value
 from ..pages._kit import Markup, tag
-from ..sharding._text import comma_list, format_mesh
+from ..sharding._text import comma_list, format_bytes, format_mesh
 from ..trackers._jsonl import read_whole_lines
 from ..trackers._writing import write_whole
 from ._changes import changes

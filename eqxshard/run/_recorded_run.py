@@ -14,7 +14,7 @@ from .._errors import UsageError
 from ..checkpoint._folder import CheckpointFolder, best_of
 from ..loop._clock import goodput
 from ..trackers._jsonl import or_nan
-from ..trackers._tracker import Metric, metrics, times
+from ..trackers._metrics import Metric, metrics, times
 from ._log import read_log
 from ._paths import RunPaths, read_values
 

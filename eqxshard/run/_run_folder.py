@@ -8,9 +8,10 @@ from typing import Any
 
 from .. import trackers
 from ..checkpoint._checkpointer import Checkpointer
+from ..loop._tracker import Tracker, Value
 from ..trackers._jsonl import JSONLines
+from ..trackers._metrics import is_evaluation, is_installed
 from ..trackers._progress import ProgressBar
-from ..trackers._tracker import Tracker, Value, is_evaluation, is_installed
 from ..trackers._writing import Seldom, write_whole
 from ._config import Resume, Service
 from ._log import read_log

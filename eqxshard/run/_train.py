@@ -27,12 +27,12 @@ from ..loop._fit import fit
 from ..loop._loop import Loop
 from ..loop._position import Position
 from ..loop._ready_callbacks import Profile
+from ..loop._tracker import Tracker, check_trackers
 from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, say
-from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
 from ..training._precision import Precision
 from ..training._state import states_of, unused_axes

@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import UsageError
 from ..pages._format import format_value
 from ..sharding._files import local_path
-from ._tracker import Value, is_evaluation, is_installed, metrics, numbers
+from ._metrics import Value, is_evaluation, is_installed, metrics, numbers
 from ._writing import Seldom, writing
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}

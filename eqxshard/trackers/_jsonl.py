@@ -11,7 +11,7 @@ from typing import Any
 
 from .._errors import UsageError
 from ..sharding._files import local_path, open_file, parse_json
-from ._tracker import Value, numbers
+from ._metrics import Value, numbers
 from ._writing import write_whole, writing
 
 _LOG = logging.getLogger(__name__)

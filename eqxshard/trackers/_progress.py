@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import UsageError
 from ..pages._format import format_number, format_value
-from ._tracker import Value, metrics, numbers
+from ._metrics import Value, metrics, numbers
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..sharding._files import local_path
 from ..sharding._text import GONE
-from ._tracker import Image, Value
+from ._metrics import Image, Value
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._errors import UsageError
 from ..distributed import is_main_process
-from ._tracker import Value, numbers
+from ._metrics import Value, numbers
 from ._writing import write_whole
 
 

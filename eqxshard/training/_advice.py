@@ -19,11 +19,10 @@ from jaxtyping import PyTree
 
 from .._errors import ON_PURPOSE, UsageTypeError
 from ..compiled._causes import is_ours
-from ..pages._format import format_bytes
 from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_axes
-from ..sharding._text import comma_list, did_you_mean
+from ..sharding._text import comma_list, did_you_mean, format_bytes
 from ..transforms._compiles import function_name
 from ._inputs import DeviceBatches
 from ._jit import Program

@@ -92,7 +92,9 @@ def train_base(args, file, train_data, test_data):
         optax.adamw(2e-3),
         train_data,
         test_data,
-        config=dataclasses.replace(args.run, output=str(file.parent), resume="auto"),
+        config=dataclasses.replace(
+            args.run, output=str(file.parent), resume="auto", overwrite=False
+        ),
         name="base",
         epochs=3,
         settings=args,
@@ -110,14 +112,14 @@ def show(path, model, test):
 def main(args: Args) -> str:
     if args.rank < 1:
         raise eqxshard.UsageError(f"--rank {args.rank} is too small; use 1 or more.")
-    args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes anything.
     train_data, test_data = args.garments.load()
     file = Path(args.weights)
     if not file.exists():
         train_base(args, file, train_data, test_data)
 
     make_model = partial(make_adapted, args.rank)
-    like = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    # The key is made inside, so that JAX does not look for devices before `train`.
+    like = eqx.filter_eval_shape(lambda: make_model(jax.random.key(0)))
     trainable = jax.tree_util.tree_map_with_path(is_adapter, like)
     turned_test_data = turned(test_data)
     run = eqxshard.train(

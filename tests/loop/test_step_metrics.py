@@ -10,7 +10,7 @@ import eqxshard
 from eqxshard.data._order import Steps
 from eqxshard.loop._clock import Clock
 from eqxshard.loop._step_metrics import Report
-from eqxshard.trackers._tracker import numbers
+from eqxshard.trackers._metrics import numbers
 from eqxshard.training import Metrics
 
 

@@ -1,11 +1,11 @@
 from eqxshard.pages._format import (
-    format_bytes,
     format_count,
     format_flops,
     format_number,
     format_seconds,
     format_value,
 )
+from eqxshard.sharding._text import format_bytes
 
 
 def test_bytes_are_written_in_the_unit_that_fits():

@@ -6,7 +6,7 @@ from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 
 from eqxshard.inspect import Finding
 from eqxshard.inspect._lint import Findings
-from eqxshard.pages._format import format_bytes
+from eqxshard.sharding._text import format_bytes
 
 
 @pytest.fixture(scope="module")

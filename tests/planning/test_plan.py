@@ -7,9 +7,10 @@ from page_parser import parse
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.inspect import Finding
 from eqxshard.inspect._lint import Findings
-from eqxshard.pages._format import format_bytes, format_seconds
+from eqxshard.pages._format import format_seconds
 from eqxshard.planning import PlannedTime, Target
 from eqxshard.planning._read import make_notes
+from eqxshard.sharding._text import format_bytes
 
 EMPTY = parse_module("ENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n")
 LONG = PlannedTime(0.1, 0.1, None, {}, None)

@@ -1,6 +1,7 @@
 """The recipes of the gallery, shortened: they learn, draw, and refuse mistakes."""
 
 import re
+import sys
 
 import jax
 import numpy as np
@@ -8,7 +9,8 @@ import optax
 import pytest
 from garments import Images
 from helpers import lenient
-from run_helpers import PNG, ROOT, call, read_lines
+from process_helpers import finished
+from run_helpers import PNG, ROOT, call, environment, read_lines
 from safetensors.numpy import load_file
 
 import eqxshard
@@ -140,6 +142,24 @@ def test_a_recipe_learns_and_draws(short, name):
         saved = load_file(folder / "adapters.safetensors")
         names = {f"layers.{layer}.{part}" for layer in range(3) for part in "ab"}
         assert saved.keys() == names and all(map(np.any, saved.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "neural_ode"])
+def test_shapes_and_data_leave_devices_to_train(name, tmp_path):
+    """These recipes compute before `train`, which simulates the devices."""
+    options = f"{SHORT} --steps 1 --devices 2 --output run".split()
+    if name == "lora":
+        import lora as recipe
+
+        eqxshard.save_weights("base.safetensors", recipe.make_base(jax.random.key(0)))
+        options += ["--weights", "base.safetensors", "--data", "synthetic"]
+    else:
+        pytest.importorskip("diffrax", reason="diffrax is not installed; run nox -s slow")
+    script = [sys.executable, GALLERY / f"{name}.py", *options]
+    status, out, err = finished(script, env=environment())
+    assert status == 0, err
+    assert out.splitlines()[-1].endswith(" on 2 x cpu (data=2)"), out
 
 
 @pytest.mark.slow

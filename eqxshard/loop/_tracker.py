@@ -1,9 +1,8 @@
-"""What is logged, and to whom: numbers and pictures, by names such as `train/loss`."""
+"""The protocol of trackers, which `fit` reports to; what is logged: numbers, pictures."""
 
-import importlib.util
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,48 +58,6 @@ Value = float | Image
 def numbers(values: Mapping[str, Value]) -> dict[str, float]:
     """The values that are numbers."""
     return {k: value for k, value in values.items() if not isinstance(value, Image)}
-
-
-#: Values that describe the run, not the model.
-SPEEDS = ("seconds", "examples_per_second", "goodput")
-
-
-class Metric(NamedTuple):
-    """A value with its name split: `kind` is `train`, `eval`, or empty."""
-
-    kind: str
-    name: str
-    value: float
-
-
-def metrics(values: Mapping[str, Value]) -> Iterator[Metric]:
-    """The numbers that describe the model, in order."""
-    for key, value in numbers(values).items():
-        kind, slash, name = key.partition("/")
-        metric = Metric(kind, name, value) if slash else Metric("", key, value)
-        if key != "epoch" and kind != "seconds" and metric.name not in SPEEDS:
-            yield metric
-
-
-def times(values: Mapping[str, Value]) -> dict[str, float]:
-    """The seconds of each part of the run since the last values."""
-    named = ((*key.partition("/"), value) for key, value in numbers(values).items())
-    return {name: value for kind, _, name, value in named if kind == "seconds"}
-
-
-def is_evaluation(values: Mapping[str, Value]) -> bool:
-    """Whether these are the values of an evaluation."""
-    return any(metric.kind == "eval" for metric in metrics(values))
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported.
-
-    A folder of its name, such as the `wandb` that W&B writes beside a script, could be
-    imported, too, as a namespace package without anything in it.
-    """
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.has_location
 
 
 @runtime_checkable
