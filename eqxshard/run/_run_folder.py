@@ -111,13 +111,13 @@ class RunFolder(RunPaths):
         curves: list[Tracker] = []
         if is_installed("matplotlib"):
             curves = [trackers.Curves(self.curves, title=title)]
-        remote = self._services(services, title, settings, resume=first > 0)
+        remote = self._start_services(services, title, settings, resume=first > 0)
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
-        for each in curves:
-            for line in self.history():
-                others = {k: v for k, v in line.items() if k != "step"}
-                numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
-                each.log(line["step"], numbers)
+        # Of a run that begins anew, the log is empty.
+        for line in self.history() if first and curves else ():
+            others = {k: v for k, v in line.items() if k != "step"}
+            numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
+            curves[0].log(line["step"], numbers)
         events: list[Tracker] = []
         if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
@@ -128,7 +128,7 @@ class RunFolder(RunPaths):
         progress = ProgressBar(total_steps, title=title)
         return [self._log, *curves, *events, *remote, _PageTracker(self), progress]
 
-    def _services(
+    def _start_services(
         self,
         services: Sequence[Service],
         title: str,

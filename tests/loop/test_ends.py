@@ -15,6 +15,7 @@ from loop_helpers import (
     Recorder,
     fresh,
     loss_fn,
+    make,
     make_loader,
     nan_loss,
     run,
@@ -178,7 +179,8 @@ def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_pat
 
 
 def test_out_of_memory_in_a_step_that_still_runs_names_the_steps(monkeypatch):
-    state, train_step = fresh()
+    # Not the step of other tests, which may have larger programs.
+    state, train_step = make()
     rooms = itertools.count(1)
 
     class Fails(InFlight):
