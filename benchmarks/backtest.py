@@ -40,11 +40,12 @@ from eqxshard.compiled._communication import Operation
 from eqxshard.compiled._hlo import Instruction, Module, parse_module
 from eqxshard.planning import Efficiency, Target
 from eqxshard.planning._costs import Costs
-from eqxshard.planning._efficiency import Work
+from eqxshard.planning._efficiency import GPUS, Work
 from eqxshard.planning._make_plan import make_request
 from eqxshard.planning._process import Request, _environment
 from eqxshard.planning._read import find_operations
-from eqxshard.planning._schedule import Schedule, read_work
+from eqxshard.planning._timeline import Timeline, read_work
+from eqxshard.sharding._spec import AXES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from gpt import Args, loss_fn, make_optimizer, make_rule
@@ -59,8 +60,25 @@ FITTED = {
     "exponent": [n / 20 for n in range(6, 21)],
 }
 #: Efficiencies are fitted at full power.
-KNOWN = Target.named("h100").efficiency or Efficiency()
+KNOWN, AT_LEAST = GPUS, Efficiency()
 STORED = HERE / "published_steps.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated(Operation):
+    """A collective that a program runs several times where the compiled step has one."""
+
+    repeats: float
+
+    @property
+    def bytes(self) -> int:
+        """Of all results on each device."""
+        return round(self.repeats * super().bytes)
+
+
+def repeat(operation: Operation, times: float) -> Repeated:
+    fields = {x.name: getattr(operation, x.name) for x in dataclasses.fields(operation)}
+    return Repeated(**fields, repeats=times)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,19 +113,24 @@ class Run:
 
     @functools.cached_property
     def operations(self) -> list[Operation]:
-        return find_operations(self.module, self.devices, "gpu")
+        found = find_operations(self.module, self.devices, "gpu")
+        times = self.table.get("tensor_sent", 1)
+        sizes = {axis: self.table["mesh"].get(axis, 1) for axis in AXES}
+        return [
+            repeat(each, times) if each.axes(sizes) == ("tensor",) else each
+            for each in found
+        ]
 
     @functools.cached_property
     def work(self) -> Callable[[Instruction], Work]:
         return functools.cache(read_recorded)
 
     @functools.cache  # noqa: B019 (Fits that leave one out try the same.)
-    def ratio(self, efficiency: Efficiency | None) -> float:
-        """Planned over published seconds: about, or at least."""
-        if efficiency is not None:
-            full = Target.named(self.table["device"]).power
-            efficiency = dataclasses.replace(efficiency, power=full)
-        made = Schedule(self.module, self.operations, self.target, efficiency, self.work)
+    def ratio(self, efficiency: Efficiency) -> float:
+        """Planned over published seconds."""
+        full = Target.named(self.table["device"]).power
+        efficiency = dataclasses.replace(efficiency, power=full)
+        made = Timeline(self.module, self.operations, self.target, efficiency, self.work)
         return made.length / self.published
 
     @property
@@ -216,11 +239,11 @@ def median_error(ratios: Sequence[float]) -> float:
 def judge(runs: Sequence[Run], efficiency: Efficiency) -> dict[str, float]:
     """The median error on what is held out, of "about" and of the simpler models."""
     fitted, held = half(runs, "fit"), half(runs, "held")
-    factor = statistics.median(run.ratio(None) for run in fitted)
+    factor = statistics.median(run.ratio(AT_LEAST) for run in fitted)
     mfu = statistics.median(run.arithmetic for run in fitted)
     return {
         "about": median_error([run.ratio(efficiency) for run in held]),
-        "one factor": median_error([run.ratio(None) / factor for run in held]),
+        "one factor": median_error([run.ratio(AT_LEAST) / factor for run in held]),
         "one MFU": median_error([run.arithmetic / mfu for run in held]),
     }
 
@@ -245,7 +268,7 @@ def print_table(runs: Sequence[Run], efficiency: Efficiency) -> None:
         table.add_column(column, justify="right")
     for run in runs:
         published, ratio = run.table["published"], run.ratio(efficiency)
-        speeds = (published, published / run.ratio(None), published / ratio)
+        speeds = (published, published / run.ratio(AT_LEAST), published / ratio)
         texts = [f"{speed:,.0f}" for speed in speeds]
         table.add_row(run.table["name"], run.table["half"], *texts, f"{1 / ratio - 1:+.0%}")
     Console(width=110).print(table)

@@ -36,7 +36,7 @@ from eqxshard.compiled._hlo import Instruction, Module, parse_module
 from eqxshard.planning import Target
 from eqxshard.planning._backends import find_backend, install, wheels_folder
 from eqxshard.planning._costs import FREE, Costs
-from eqxshard.planning._schedule import Schedule, compute_seconds
+from eqxshard.planning._timeline import Timeline, compute_seconds
 from eqxshard.training._inputs import STACKED_BATCHES
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
@@ -82,7 +82,7 @@ def read_work(compiled: Any, steps: int) -> Work:
         {kind: count / steps for kind, count in kernels.items()},
         {kind: count / steps for kind, count in moved.items()},
         compute_seconds(flops, TARGET) / steps,
-        Schedule(module, [], TARGET).length / steps,
+        Timeline(module, [], TARGET).length / steps,
     )
 
 

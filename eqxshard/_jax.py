@@ -21,6 +21,9 @@ from jax.interpreters.mlir import ir as ir
 from jax.interpreters.mlir import make_ir_context as make_ir_context
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
+#: The scope in the names of operations that `jax.checkpoint` computes again.
+REMATTED = "rematted_computation"
+
 
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """The outputs of an equation, with inputs and parameters of one's own."""

@@ -41,6 +41,7 @@ def made_by_hand(memory, collectives=(), **fields):
         devices=8,
         memory=PlannedMemory(arguments, *memory[4:]),
         flops={},
+        model_flops={},
         collectives=tuple(collectives),
         time=None,
         examples=16,

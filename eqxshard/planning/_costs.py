@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .._jax import REMATTED
 from ..compiled._hlo import Instruction, Module, Shape
 
 #: The names of NumPy for the dtypes of XLA that have a peak.
@@ -40,6 +41,10 @@ FREE = {
 _READS_PART = ("dynamic-slice", "slice", "gather")
 _WRITES_PART = ("dynamic-update-slice", "scatter")
 
+#: Computed again: by `jax.checkpoint`, in the names of operations; by XLA, in those of
+#: instructions.
+_BY_XLA = ".remat"
+
 _DIMS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d," ]*)[\]}]')
 
 
@@ -48,6 +53,7 @@ class Product(NamedTuple):
 
     - `dtype`: of a factor.
     - `flops`: its operations.
+    - `again`: those of them that were done before, and are done again to save memory.
     - `fused`: whether it is attention.
     - `sizes`: of a matrix product, the rows and columns of a result, the dim that is summed
         over, and the number of results.
@@ -55,6 +61,7 @@ class Product(NamedTuple):
 
     dtype: str
     flops: int
+    again: int
     fused: bool
     sizes: tuple[float, float, float, float] | None
 
@@ -65,26 +72,36 @@ class Costs:
     def __init__(self, module: Module):
         self._module = module
 
-    def flops(self, instruction: Instruction) -> Counter[str]:
-        """The operations of matrix products and convolutions, by the dtype of a factor."""
+    def flops(self, instruction: Instruction, again: bool = True) -> Counter[str]:
+        """The operations of matrix products and convolutions, by the dtype of a factor.
+
+        **Arguments:**
+
+        - `again`: whether those that are done again to save memory count.
+        """
         total = Counter[str]()
         for product in self.products(instruction):
-            total[product.dtype] += product.flops
+            total[product.dtype] += product.flops - (0 if again else product.again)
         return total
 
     def products(self, instruction: Instruction) -> Iterator[Product]:
         """The matrix products and convolutions of an instruction, or inside a fusion."""
+        by_xla = _BY_XLA in instruction.name
         if instruction.opcode == "fusion":
             for _, name in instruction.called():
                 for inside in self._module.computations.get(name, ()):
-                    yield from self.products(inside)
+                    for each in self.products(inside):
+                        yield each._replace(again=each.flops) if by_xla else each
             return
         shapes = [s for x in self._module.operands(instruction) for s in x.shapes]
         if shapes and (flops := _flops(instruction, shapes)):
             dtype = DTYPES.get(shapes[0].dtype, "")
             fused = "__cudnn$fmha" in instruction.attributes
-            sizes = _sizes(instruction, shapes, flops)
-            yield Product(dtype, flops, fused, None if fused else sizes)
+            again = flops if by_xla or REMATTED in instruction.op_name else 0
+            if fused and "Backward" in instruction.attributes:
+                again = max(again, flops // 5)
+            sizes = None if fused else _sizes(instruction, shapes, flops)
+            yield Product(dtype, flops, again, fused, sizes)
 
     def bytes(self, instruction: Instruction) -> int:
         """The bytes that an instruction reads and writes in the device's memory."""
@@ -141,10 +158,14 @@ class Costs:
                 yield value, user
 
 
-def count_flops(module: Module) -> dict[str, float]:
+def count_flops(module: Module, *, again: bool = True) -> dict[str, float]:
     """The operations of one step on one device, by dtype.
 
     Of the branches of a condition, those of the one that has the most.
+
+    **Arguments:**
+
+    - `again`: whether those that are done again to save memory count.
     """
     costs = Costs(module)
 
@@ -152,7 +173,7 @@ def count_flops(module: Module) -> dict[str, float]:
     def inside(computation: str) -> Counter[str]:
         total = Counter[str]()
         for instruction in module.computations.get(computation, ()):
-            total.update(costs.flops(instruction))
+            total.update(costs.flops(instruction, again))
             if instruction.opcode not in ("while", "call", "conditional"):
                 continue
             parts = [inside(name) for _, name in instruction.called()]

@@ -1,4 +1,27 @@
-"""How much of its peaks a device reaches, by kind of work: how long a step takes about."""
+"""The time model: how long kernels and collectives take about, and why.
+
+The compiler's schedule (`_timeline`) says what runs beside what. Here are the seconds of
+each part. Everything that is assumed is in this file, with its source.
+
+**Kernels** run one after the other. Each takes as long as its arithmetic or its memory,
+whichever is longer at the peaks.
+
+- Matrix products reach `products` of the peak, less what their shape leaves idle (`idle`).
+- Fused attention reaches `attention` of it, copies and elementwise kernels `memory` of the
+    bandwidth, and each kernel starts `launch` after the last.
+- The clock, and with it all arithmetic, falls with the limit of power to `exponent`.
+- Beside a collective, kernels take `1 + contention` times as long, as NCCL's kernels hold
+    a part of the cores and of the memory's bandwidth.
+
+**Collectives** go around rings (`_links` counts the bytes and the steps), as NCCL's do.
+
+- Links inside a host reach `link` of their peak, the network `network`.
+- Each takes `latency` to start, `step` for each device that it passes inside a host, and
+    `hop` for each change of hosts.
+
+What the model does not know: cores that a collective takes from kernels inside a loop that
+runs beside it, stragglers, congested networks, and the host's own work.
+"""
 
 import math
 from dataclasses import dataclass
@@ -30,47 +53,72 @@ class Work(NamedTuple):
 class Efficiency:
     """How much of its peaks a kind of device reaches in steps, by kind of work.
 
-    Without arguments, all of them.
+    Without arguments, all of them: steps take as long as `plan.time.step` says.
 
     - `products`: of `flops`, in large matrix products.
+    - `tiles`: whether products take longer for what their shape leaves idle, as on GPUs.
     - `attention`: of `flops`, in fused attention.
     - `memory`: of `bandwidth`.
     - `link`, `network`: of the fields of these names, in large collectives.
     - `launch`: the seconds from one kernel to the next.
     - `latency`: the seconds that a collective takes beside those of its bytes.
-    - `hop`: the same for each other host that takes part.
+    - `step`: the same for each device that a ring passes inside a host.
+    - `hop`: the same for each time that a ring, or a tree of an all-reduce, changes hosts.
+    - `contention`: the part by which kernels take longer while a collective is under way.
     - `power`: the limit of power, in watts, at which all this was found; `None` if it does
         not matter.
-    - `exponent`: matrix products and attention are as fast as the limit of power to the
-        power of this.
-    - `overall`: of all speeds. Of a run that was planned and measured, it is
-        `plan.time.about.step / seconds`.
+    - `exponent`: FLOP/s grow with the limit of power to this exponent.
+    - `overall`: of all speeds, as `plan.calibrate` finds it from a step that was measured.
     """
 
     products: float = 1.0
+    tiles: bool = False
     attention: float = 1.0
     memory: float = 1.0
     link: float = 1.0
     network: float = 1.0
     launch: float = 0.0
     latency: float = 0.0
+    step: float = 0.0
     hop: float = 0.0
+    contention: float = 0.0
     power: float | None = None
     exponent: float = 0.0
     overall: float = 1.0
 
-    def seconds(self, work: Work, power: float | None) -> float:
-        """How long kernels take under a limit of power."""
+    def seconds(self, work: Work, power: float | None, beside: float = 0.0) -> float:
+        """How long kernels take.
+
+        **Arguments:**
+
+        - `work`: theirs.
+        - `power`: the device's limit.
+        - `beside`: the seconds for which a collective is under way from their start.
+        """
         full = self.power
         clock = (power / full) ** self.exponent if power and full else 1.0
-        arithmetic = work.products / self.products + work.attention / self.attention
+        products = work.products if self.tiles else _at_peak(work)
+        arithmetic = products / self.products + work.attention / self.attention
         took = arithmetic / clock + work.memory / self.memory + work.kernels * self.launch
-        return took / self.overall
+        took /= self.overall
+        return took + self.contention * min(took, beside / (1 + self.contention))
 
-    def sending(self, seconds: float, part: float, hosts: int) -> float:
-        """How long a collective takes that needs so long at the peak."""
-        latency = self.latency + self.hop * (hosts - 1)
+    def sending(self, seconds: float, part: float, steps: int, hops: int) -> float:
+        """How long a collective takes.
+
+        **Arguments:**
+
+        - `seconds`: of its bytes at the peak.
+        - `part`: of the peak that is reached.
+        - `steps`, `hops`: those of its ring.
+        """
+        latency = self.latency + self.step * steps + self.hop * hops
         return (seconds / part + latency) / self.overall
+
+
+def _at_peak(work: Work) -> float:
+    """The seconds of matrix products if their shapes left nothing idle."""
+    return work.least - work.attention - work.memory
 
 
 #: The rows and columns of a result that one core of a GPU computes at a time, and the
@@ -101,3 +149,42 @@ def idle(
     tiles = batch * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = tiles / cores
     return 1 - waves / math.ceil(waves) * depth / (depth + _DEPTH)
+
+
+#: What GPUs reach in steps.
+#:
+#: Fitted by benchmarks/backtest.py on one half of the runs in benchmarks/published.toml:
+#: `products`, `exponent` and `contention`.
+#:
+#: Measured by others:
+#:
+#: - `link`: NCCL's rings reach 370 of the 450 GB/s of NVLink 4, the rest is the protocol's
+#:   (github.com/NVIDIA/nccl-tests/issues/212, by NCCL's author), between two, four and
+#:   eight devices alike (github.com/NVIDIA/nccl/issues/1455).
+#: - `network`: 46 to 48 of the 50 GB/s of a port between two hosts
+#:   (github.com/NVIDIA/nccl-tests/issues/290), 0.87 over 248 hosts (issues/283 there), and
+#:   half to 0.85 over 32 (github.com/NVIDIA/nccl/issues/1218).
+#: - `latency`, `step`, `hop`: those of NCCL's own model for rings (src/graph/tuning.cc,
+#:   protocol "Simple").
+#: - `attention`: FlashAttention 2 and 3 and cuDNN on H100s, 0.35 to 0.65
+#:   (arXiv:2407.08608, section 4).
+#: - `memory`: long copies. `launch` is a usual magnitude.
+#:
+#: To compare `contention` with: kernels of training on four A100s or H100s take 1.19 times
+#: as long with collectives beside them, at most 1.4 (arXiv:2507.03114), and one product
+#: 1.7 times, as the gather beside it holds 24 of 132 cores
+#: (forums.developer.nvidia.com/t/337991).
+GPUS = Efficiency(
+    products=0.74,
+    tiles=True,
+    attention=0.5,
+    memory=0.9,
+    link=0.66,
+    network=0.85,
+    launch=2e-6,
+    latency=8.4e-6,
+    step=3.4e-6,
+    hop=14e-6,
+    contention=0.19,
+    exponent=0.85,
+)

@@ -15,8 +15,9 @@ from .._errors import UsageError
 from ..compiled._communication import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
-from ._schedule import PlannedSpan, make_trace
+from ._efficiency import Efficiency
 from ._targets import Compiler, Target
+from ._timeline import PlannedSpan, make_trace
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Plan:
     - `devices`: their number.
     - `memory`: of one device, an [`eqxshard.planning.PlannedMemory`][].
     - `flops`: by dtype, the operations of matrix products of one device in a step,
-        including what is computed again.
+        including what is computed again to save memory.
+    - `model_flops`: the same without what is computed again.
     - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
     - `time`: an [`eqxshard.planning.PlannedTime`][]; `None` if the target's speed is not
         known.
@@ -144,6 +146,7 @@ class Plan:
     devices: int
     memory: PlannedMemory
     flops: Mapping[str, float]
+    model_flops: Mapping[str, float]
     collectives: tuple[Collective, ...]
     time: PlannedTime | None
     examples: int | None
@@ -177,18 +180,74 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """The part of the devices' peak that is used: model FLOPs utilization (MFU).
+        """The part of the devices' peak that the model's own operations are, at most.
 
-        The peak of each product is that of its dtype, such as float8. What several devices
-        repeat counts once. What a step computes again to save memory counts again.
+        This is model FLOPs utilization (MFU): what a step computes again to save memory
+        does not count, and what several devices repeat counts once. The peak of each
+        product is that of its dtype, such as float8.
         """
+        used = self._used(self.model_flops)
+        if used is None:
+            return None
+        return used / math.prod(self.mesh[axis] for axis in self.repeated)
+
+    @property
+    def hfu(self) -> float | None:
+        """The part of the devices' peak that all operations are, at most.
+
+        This is hardware FLOPs utilization (HFU): all that is executed counts.
+        """
+        return self._used(self.flops)
+
+    def _used(self, flops: Mapping[str, float]) -> float | None:
+        """The part of the peak that some operations of each device are."""
         if not self.time or not self.time.step or not self.flops:
             return None
-        slowest = min(self.target.flops.values())
         peaks = self.target.flops
-        busy = sum(n / peaks.get(dtype, slowest) for dtype, n in self.flops.items())
-        copies = math.prod(self.mesh[axis] for axis in self.repeated)
-        return busy / self.time.step / copies
+        slowest = min(peaks.values())
+        busy = sum(n / peaks.get(dtype, slowest) for dtype, n in flops.items())
+        return busy / self.time.step
+
+    def calibrate(self, seconds: float) -> Target:
+        """The target, as fast as a run of this plan was.
+
+        **Arguments:**
+
+        - `seconds`: how long a step took.
+
+        **Returns:**
+
+        The target with another `efficiency.overall`: planned for it, this step takes
+        `plan.time.about.step == seconds`.
+
+        **Raises:**
+
+        `ValueError` if there is no time line, or `seconds` is not positive.
+
+        !!! Example
+
+            ```python
+            target = plan.calibrate(seconds=1.31)
+            ```
+        """
+        self._check_timeline()
+        assert self.time is not None  # With a time line.
+        if not seconds > 0:
+            raise UsageError(
+                f"seconds={seconds} is no time of a step; give the seconds that one took."
+            )
+        reached = self.target.efficiency or Efficiency()
+        planned = (self.time.about or self.time).step
+        overall = reached.overall * planned / seconds
+        reached = dataclasses.replace(reached, overall=overall)
+        return dataclasses.replace(self.target, efficiency=reached)
+
+    def _check_timeline(self) -> None:
+        if self.timeline is None:
+            raise UsageError(
+                f"the backend {self.backend} makes no schedule of {self.target.name}, so "
+                "there is no time line; install the compiler of the target."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""
@@ -199,7 +258,7 @@ class Plan:
             plain["memory"][name] = getattr(self.memory, name)
         if self.time is not None:
             plain["time"]["bound"] = self.time.bound
-        names = ("fits", "traffic", "examples_per_second", "mfu")
+        names = ("fits", "traffic", "examples_per_second", "mfu", "hfu")
         return plain | {name: getattr(self, name) for name in names}
 
     def to_trace(self) -> dict[str, Any]:
@@ -212,11 +271,7 @@ class Plan:
 
         `ValueError` if there is no time line.
         """
-        if self.timeline is None:
-            raise UsageError(
-                f"the backend {self.backend} makes no schedule of {self.target.name}, so "
-                "there is no time line; install the compiler of the target."
-            )
+        self._check_timeline()
         return make_trace(self.timeline, self.collectives)
 
     def save(self, path: str | os.PathLike[str]) -> None:

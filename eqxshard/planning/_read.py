@@ -21,10 +21,11 @@ from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 from ..sharding._mesh import used_axes
 from ._backends import install
 from ._costs import Costs, count_flops
+from ._links import link_seconds
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._process import Request, StepRequest
-from ._schedule import Schedule, compute_seconds, link_seconds, read_work
 from ._targets import Compiler, Target
+from ._timeline import Timeline, compute_seconds, read_work
 
 #: Custom kernels are recognised by these words in the text of a module.
 _KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
@@ -75,7 +76,7 @@ def describe_collectives(
     operations: Sequence[Operation],
     sizes: Mapping[str, int],
     causes: Causes,
-    schedule: Schedule | None,
+    schedule: Timeline | None,
 ) -> Iterator[Collective]:
     """The collectives of a plan.
 
@@ -108,8 +109,8 @@ def predict_time(
     flops: Mapping[str, float],
     operations: Sequence[Operation],
     sizes: Mapping[str, int],
-    schedule: Schedule | None,
-    about: Schedule | None = None,
+    schedule: Timeline | None,
+    about: Timeline | None = None,
 ) -> PlannedTime:
     """The time of a step on a target of which all is known that it takes.
 
@@ -263,9 +264,9 @@ def read_plan(
     schedule = about = None
     if backend != "cpu":
         work = functools.cache(functools.partial(read_work, Costs(module), target))
-        schedule = Schedule(module, operations, target, work=work)
+        schedule = Timeline(module, operations, target, work=work)
         if target.efficiency is not None:
-            about = Schedule(module, operations, target, target.efficiency, work)
+            about = Timeline(module, operations, target, target.efficiency, work)
     flops, unknown = count_flops(module), find_unknown(target, operations)
     least = None
     if not unknown:
@@ -276,6 +277,7 @@ def read_plan(
         mesh=used_axes(sizes),
         devices=request.devices,
         flops=flops,
+        model_flops=count_flops(module, again=False),
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=least,
         notes=(*make_notes(target, backend, module, unknown, least), *notes),

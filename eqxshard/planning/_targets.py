@@ -10,7 +10,7 @@ import jax
 from .._errors import UsageError
 from ..sharding._peaks import peaks_of
 from ..sharding._text import comma_list, did_you_mean
-from ._efficiency import Efficiency
+from ._efficiency import GPUS, Efficiency
 
 Compiler = Literal["gpu", "tpu", "cpu"]
 
@@ -135,26 +135,6 @@ device_description_str: "{kind}"
 """
 
 
-#: Of GPUs. `products`, `link` and `exponent` are fitted on one half of the published runs
-#: in benchmarks/published.toml, by benchmarks/backtest.py, on 2026-11-26. `link` is far
-#: below the 0.82 that NCCL reaches alone (github.com/NVIDIA/nccl-tests/issues/212): devices
-#: also wait for each other. The others are what others measured on H100s: `attention` with
-#: FlashAttention 2 and 3 and cuDNN, 0.35 to 0.65 (arXiv:2407.08608, section 4); `memory`,
-#: long copies; `network`, gathers over 32 hosts, half to 0.85
-#: (github.com/NVIDIA/nccl/issues/1218); `launch`, `latency` and `hop` are usual magnitudes.
-_MEASURED = Efficiency(
-    products=0.77,
-    attention=0.5,
-    memory=0.9,
-    link=0.38,
-    network=0.7,
-    launch=2e-6,
-    latency=30e-6,
-    hop=5e-6,
-    exponent=0.9,
-)
-
-
 def _gpu(
     name: str,
     kind: str,
@@ -180,7 +160,7 @@ def _gpu(
         per_host=per_host,
         flops=peaks_of(kind),
         power=power,
-        efficiency=replace(_MEASURED, power=power),
+        efficiency=replace(GPUS, power=power),
         config=_GPU_CONFIG.format(**read),
     )
 

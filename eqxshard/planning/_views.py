@@ -66,6 +66,8 @@ def print_plan(plan: Plan) -> Iterator[str]:
 
 def _summary(plan: Plan) -> Iterator[str]:
     flops = ", ".join(f"{format_flops(n)} {k}" for k, n in plan.flops.items())
+    if again := flops_again(plan):
+        flops += f"; {format_flops(again)} of it computed again"
     yield f"Arithmetic of a device: {flops or 'no matrix products'}"
     if plan.time is not None and plan.time.step:
         about = plan.time.about
@@ -75,8 +77,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         for how, time in (("At most", plan.time), ("About", about)):
             if time is not None and plan.examples is not None:
                 speed, more = say_speed(plan, time)
-                mfu = mfu_at(plan, time)
-                used = "" if mfu is None else f"; {mfu:.0%} MFU"
+                used = "".join(f"; {x:.0%} {name}" for name, x in use_at(plan, time))
                 yield f"{how} {speed} in all, {more}{used}"
     if plan.fits:
         device = format_bytes(plan.memory.device or 0)
@@ -111,11 +112,17 @@ def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
     return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
 
 
-def mfu_at(plan: Plan, time: PlannedTime) -> float | None:
-    """The MFU of a step that takes this time."""
-    if plan.mfu is None or plan.time is None:
-        return None
-    return plan.mfu * plan.time.step / time.step
+def use_at(plan: Plan, time: PlannedTime) -> Iterator[tuple[str, float]]:
+    """The MFU and the HFU of a step that takes this time, with their names."""
+    if plan.mfu is not None and plan.hfu is not None and plan.time is not None:
+        faster = plan.time.step / time.step
+        yield "MFU", plan.mfu * faster
+        yield "HFU", plan.hfu * faster
+
+
+def flops_again(plan: Plan) -> float:
+    """The operations of a device that a step does again to save memory."""
+    return sum(plan.flops.values()) - sum(plan.model_flops.values())
 
 
 def say_lack(plan: Plan) -> str:
@@ -222,8 +229,11 @@ def _tiles(plan: Plan) -> dict[str, tuple[str, str]]:
     of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
     fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
     tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
-    if time is not None and (mfu := mfu_at(plan, time)) is not None:
-        tiles["MFU"] = f"{mfu:.0%}", "of the peak, at that speed"
+    if time is not None and (used := dict(use_at(plan, time))):
+        tiles["MFU"] = (
+            f"{used['MFU']:.0%}",
+            f"of the peak, at that speed; HFU: {used['HFU']:.0%}",
+        )
     return tiles
 
 
@@ -294,6 +304,8 @@ def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:
 
 def _settings(plan: Plan) -> Markup:
     flops = {f"{dtype} arithmetic": format_flops(n) for dtype, n in plan.flops.items()}
+    if again := flops_again(plan):
+        flops["computed again"] = format_flops(again)
     seconds = {"compiled in": format_seconds(plan.compile_seconds)}
     return card(
         "settings", "Settings", settings_list({**plan.settings, **flops, **seconds})

@@ -116,3 +116,15 @@ def test_offloaded_state_is_in_the_memory_of_the_host():
     assert 0 <= rest <= 2000
     assert traffic(there) == pytest.approx(traffic(here), abs=64)
     assert "│ of the host's memory " in str(there)
+
+
+@pytest.mark.parametrize("reached", [None, eqxshard.planning.Efficiency(link=0.5), "h200"])
+def test_a_plan_for_a_calibrated_target_takes_what_was_measured(reached):
+    # Widths as small as these leave most of a GPU idle.
+    target = eqxshard.planning.Target.named("h200")
+    if reached != "h200":
+        target = dataclasses.replace(target, efficiency=reached)
+    plan = plan_gpt({"fsdp": 8}, backend="gpu", target=target)
+    again = plan_gpt({"fsdp": 8}, backend="gpu", target=plan.calibrate(0.25))
+    assert again.time is not None and again.time.about is not None
+    assert again.time.about.step == pytest.approx(0.25)

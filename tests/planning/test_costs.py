@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,6 +20,42 @@ def test_products_of_matrices():
     x = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
     assert total_flops(lambda x, b: x @ b, x, B) == {"float32": 3 * 2 * 8 * 32 * 16}
     assert total_flops(lambda x: jnp.tanh(x) + x, A) == {}
+
+
+def test_what_is_computed_again_is_not_of_the_model():
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    weights = jax.ShapeDtypeStruct((3, 32, 32), jnp.float32)
+    step = jax.jit(jax.value_and_grad(loss)).lower(weights, A).compile()
+    module = parse_module(step.as_text() or "")
+    # Forward, the gradients of both factors, and forward again.
+    assert count_flops(module, again=False) == {"float32": 3 * 3 * 2 * 8 * 32 * 32}
+    assert count_flops(module) == {"float32": 3 * 4 * 2 * 8 * 32 * 32}
+
+
+AGAIN = """
+%fused (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %y = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %a = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused
+  ROOT %a.remat2 = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused
+}
+"""
+
+
+def test_a_product_that_xla_computes_again_is_not_of_the_model():
+    module = parse_module(AGAIN)
+    assert count_flops(module) == {"float32": 2 * 2 * 8**3}
+    assert count_flops(module, again=False) == {"float32": 2 * 8**3}
 
 
 def test_a_convolution():
@@ -60,8 +98,9 @@ def test_a_convolution_by_cudnn_and_its_gradients(target, operands, result):
     assert flops == {"float32": 2 * (256 * 9 * 9 * 50) * (5 * 5 * 20)}
 
 
-@pytest.mark.parametrize("backward, products", [("", 2), ("Backward", 5)])
-def test_attention_by_cudnn(backward, products):
+# Backward, the scores are computed again.
+@pytest.mark.parametrize("backward, products, own", [("", 2, 2), ("Backward", 5, 4)])
+def test_attention_by_cudnn(backward, products, own):
     line = (
         "%out = (bf16[2,4,64,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), "
         f'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config='
@@ -78,7 +117,9 @@ def test_attention_by_cudnn(backward, products):
         )
         module = parse_module(text)
         flops = Costs(module).flops(module.computations["main"][-1])
-        assert flops == {"bfloat16": products * 2 * 2 * 4 * 64 * keys * 16}
+        each = 2 * 2 * 4 * 64 * keys * 16
+        assert flops == {"bfloat16": products * each}
+        assert count_flops(module, again=False) == {"bfloat16": own * each}
 
 
 LOOP = """

@@ -13,11 +13,17 @@ from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning import Efficiency, Target
 from eqxshard.planning._efficiency import Work, idle
-from eqxshard.planning._schedule import Schedule
+from eqxshard.planning._timeline import Timeline
 
 ROOT = Path(__file__).parents[2]
 REACHED = Efficiency(
-    products=0.5, attention=0.25, memory=0.8, launch=0.1, power=600.0, exponent=0.5
+    products=0.5,
+    tiles=True,
+    attention=0.25,
+    memory=0.8,
+    launch=0.1,
+    power=600.0,
+    exponent=0.5,
 )
 
 
@@ -29,6 +35,47 @@ def test_kinds_of_work_take_longer_each_by_their_own_efficiency():
     assert REACHED.seconds(work, 150.0) == pytest.approx(2 * (4 + 4) + 5 + 1)
     half = dataclasses.replace(REACHED, overall=0.5)
     assert half.seconds(work, None) == pytest.approx(2 * 14)
+
+
+def test_kernels_take_longer_beside_a_collective():
+    reached = Efficiency(contention=0.5)
+    work = Work(least=10.0, products=10.0, kernels=3)
+    assert reached.seconds(work, None) == 10
+    # Of the 6 s, 4 are done, and then 6 are left.
+    assert reached.seconds(work, None, beside=6.0) == pytest.approx(12)
+    assert reached.seconds(work, None, beside=100.0) == pytest.approx(15)
+
+
+#: Widths of 64, which leave most of a GPU idle.
+SMALL = """
+ENTRY %main (x: f32[4096,64], y: f32[64,64], p: f32[8,64]) -> f32[4096,64] {
+  %x = f32[4096,64]{1,0} parameter(0)
+  %y = f32[64,64]{1,0} parameter(1)
+  %p = f32[8,64]{1,0} parameter(2)
+  %z = f32[4096,64]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %s = (f32[8,64], f32[64,64]) all-gather-start(%p), replica_groups=[1,8]<=[8], a=1
+  %w = f32[4096,64]{1,0} dot(%z, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = f32[64,64]{1,0} all-gather-done(%s)
+  ROOT %v = f32[4096,64]{1,0} dot(%w, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["h200", "tpu-v5p"])
+def test_an_overall_efficiency_is_that_of_the_whole_step(name):
+    module = parse_module(SMALL)
+    operations = list(find_collectives(module, 8))
+    # As slow as that, products wait for arithmetic.
+    target = dataclasses.replace(Target.named(name), flops={"float32": 1e9}, link=1e5)
+    least = Timeline(module, operations, target).length
+    half = Timeline(module, operations, target, Efficiency(overall=0.5)).length
+    assert half == pytest.approx(2 * least)
+    reached = Target.named("h200").efficiency
+    assert reached is not None
+    about = Timeline(module, operations, target, reached).length
+    reached = dataclasses.replace(reached, overall=0.25)
+    slow = Timeline(module, operations, target, reached).length
+    assert slow == pytest.approx(4 * about) and about > 1.1 * least
 
 
 def test_the_shape_of_a_product_leaves_cores_idle():
@@ -56,12 +103,12 @@ def test_collectives_take_their_latency_and_what_a_board_has_for_them():
         flops={"float32": 1.0},
     )
     reached = Efficiency(link=0.5, latency=0.25)
-    assert Schedule(module, operations, at_peak).length == pytest.approx(1)
-    about = Schedule(module, operations, at_peak, reached)
+    assert Timeline(module, operations, at_peak).length == pytest.approx(1)
+    about = Timeline(module, operations, at_peak, reached)
     assert about.length == pytest.approx(2.25)
     # Each of four has a third of its links to each of the others.
     board = dataclasses.replace(at_peak, switched=False)
-    assert Schedule(module, operations, board).length == pytest.approx(3)
+    assert Timeline(module, operations, board).length == pytest.approx(3)
 
 
 @pytest.fixture(scope="module")

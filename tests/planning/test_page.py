@@ -37,7 +37,8 @@ def test_the_headline_says_what_bounds_the_step(plan, page, tmp_path):
     assert page.find("h1").text.endswith(f"bound by {plan.time.bound}")
     tiles = {x.find("dt").text: x.find("dd").text for x in page.find("dl").find_all("div")}
     assert tiles["Speed"].startswith(f"{plan.examples_per_second:,.4g} examples/s")
-    assert tiles["MFU"].startswith(f"{plan.mfu:.0%}")
+    used = f"{plan.mfu:.0%}of the peak, at that speed; HFU: {plan.hfu:.0%}"
+    assert tiles["MFU"] == used
     assert tiles["Memory of a device"].endswith("of 151.40 GB: it fits")
     memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 2000)
     small = page_of(dataclasses.replace(plan, memory=memory), tmp_path)

@@ -4,11 +4,12 @@ import json
 import pytest
 from page_parser import parse
 
+import eqxshard
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.inspect import Finding
 from eqxshard.inspect._lint import Findings
 from eqxshard.pages._format import format_seconds
-from eqxshard.planning import PlannedTime, Target
+from eqxshard.planning import Efficiency, PlannedTime, Target
 from eqxshard.planning._read import make_notes
 from eqxshard.sharding._text import format_bytes
 
@@ -57,7 +58,38 @@ def test_what_to_expect_is_said_beside_the_least(plan):
 def test_what_devices_repeat_counts_once(plan):
     assert plan.repeated == () and plan.mesh == {"data": 2, "fsdp": 4}
     repeats = dataclasses.replace(plan, repeated=("fsdp",))
-    assert repeats.mfu == pytest.approx(plan.mfu / 4)
+    assert repeats.mfu == pytest.approx(plan.mfu / 4) and repeats.hfu == plan.hfu
+
+
+def test_what_is_computed_again_counts_for_hfu_alone(plan):
+    # Of a device at the peak: 0.2 s of the model in a step of 1 s, and 0.3 s in all.
+    peak = plan.target.flops["bfloat16"]
+    time = PlannedTime(1.0, 0.3, 0.1, {}, {}, PlannedTime(2.0, 0.6, 0.2, {}, {}))
+    flops, of_model = {"bfloat16": 0.3 * peak}, {"bfloat16": 0.2 * peak}
+    again = dataclasses.replace(plan, time=time, flops=flops, model_flops=of_model)
+    assert (again.mfu, again.hfu) == pytest.approx((0.2, 0.3))
+    assert "; 20% MFU; 30% HFU\n" in str(again) and "; 10% MFU; 15% HFU\n" in str(again)
+    said = "Arithmetic of a device: 296.9 TFLOP bfloat16; 98.95 TFLOP of it computed again"
+    assert said in str(again)
+    values = again.to_json()
+    assert (values["mfu"], values["hfu"]) == (again.mfu, again.hfu)
+
+
+@pytest.mark.parametrize("efficiency", [None, Efficiency(overall=0.5), Efficiency()])
+def test_a_target_is_calibrated_by_a_measured_step(plan, efficiency):
+    about = None if efficiency is None else dataclasses.replace(LONG, step=0.2)
+    calibrated = dataclasses.replace(
+        plan,
+        target=dataclasses.replace(plan.target, efficiency=efficiency),
+        time=dataclasses.replace(LONG, about=about),
+        timeline=(),
+    ).calibrate(0.4)
+    assert calibrated.efficiency is not None and calibrated.name == "h200"
+    before = 1.0 if efficiency is None else efficiency.overall
+    planned = 0.1 if efficiency is None else 0.2
+    assert calibrated.efficiency.overall == pytest.approx(before * planned / 0.4)
+    with pytest.raises(eqxshard.UsageError, match="no schedule of h200"):
+        plan.calibrate(0.4)
 
 
 def test_a_very_short_step_is_said_to_take_longer(plan):
@@ -104,6 +136,7 @@ def test_without_known_speeds_there_is_no_time(plan):
     target = Target.named("cpu")
     memory = dataclasses.replace(plan.memory, device=None)
     other = dataclasses.replace(plan, target=target, time=None, memory=memory)
-    assert (other.fits, other.examples_per_second, other.mfu) == (None, None, None)
+    assert (other.fits, other.examples_per_second) == (None, None)
+    assert (other.mfu, other.hfu) == (None, None)
     assert "A step takes" not in str(other) and "left of" not in str(other)
     json.dumps(other.to_json())

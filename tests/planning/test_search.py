@@ -26,6 +26,7 @@ def test_the_fastest_mesh_is_first_and_one_that_cannot_run_is_left_out():
         accumulate=2,
         backend="cpu",
     )
+    assert [plan.examples for plan in plans] == [16] * 3
     assert {tuple(plan.mesh) for plan in plans} == {("data",), ("fsdp",), ("context",)}
     steps = [plan.time.step for plan in plans if plan.time is not None]
     assert steps == sorted(steps) and len(steps) == 3
@@ -38,7 +39,7 @@ def test_the_fastest_mesh_is_first_and_one_that_cannot_run_is_left_out():
         accumulate=4,
         backend="cpu",
     )
-    assert plan.mesh == {"fsdp": 4, "tensor": 2}
+    assert plan.mesh == {"fsdp": 4, "tensor": 2} and plan.examples == 16
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ import pytest
 
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.planning import PlannedSpan
-from eqxshard.planning._schedule import Schedule, link_seconds
+from eqxshard.planning import Efficiency, PlannedSpan
+from eqxshard.planning._links import link_seconds, seconds_by_link
 from eqxshard.planning._targets import Target
+from eqxshard.planning._timeline import Timeline
 
 #: A gather of 100 s on the links, a product of 60 s, a copy of 50 s of memory.
 TARGET = dataclasses.replace(
@@ -25,13 +26,13 @@ GATHER = "(f32[8,32], f32[32,32]) all-gather-start(%p), replica_groups=[2,4]<=[8
 HEAD = f"  %p = f32[8,32]{{1,0}} parameter(0)\n  %x = {ARRAY} parameter(1)\n"
 
 
-def elapsed(entry, more="", target=TARGET, **bodies):
+def elapsed(entry, more="", target=TARGET, efficiency=Efficiency(), **bodies):
     more += "".join(
         f"%{name} (t: f32[]) -> f32[] {{\n{HEAD}{body}}}\n" for name, body in bodies.items()
     )
     text = f"{more}ENTRY %main (p: f32[8,32], x: f32[32,32]) -> f32[] {{\n{HEAD}{entry}}}\n"
     module = parse_module(text)
-    return Schedule(module, list(find_collectives(module, 8)), target)
+    return Timeline(module, list(find_collectives(module, 8)), target, efficiency)
 
 
 def spans(entry, **bodies):
@@ -152,14 +153,18 @@ LINKS = dataclasses.replace(Target.named("h200"), link=100.0, network=10.0, per_
 SIZE = 4 * 1024
 
 
-def seconds(kind, groups, target=LINKS, devices=16):
+def operation(kind, groups, devices=16):
     name = "source_target_pairs" if "permute" in kind else "replica_groups"
     text = (
         "ENTRY %main (x: f32[8]) -> f32[1024] {\n"
         f"  ROOT %y = f32[1024]{{0}} {kind}(%x), {name}={groups}, a=1\n}}\n"
     )
-    (operation,) = find_collectives(parse_module(text), devices)
-    return link_seconds(operation, target)
+    (found,) = find_collectives(parse_module(text), devices)
+    return found
+
+
+def seconds(kind, groups, target=LINKS, devices=16):
+    return link_seconds(operation(kind, groups, devices), target)
 
 
 def test_inside_a_host_only_its_links_count_and_beyond_it_the_network():
@@ -192,6 +197,36 @@ def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
     alone = dataclasses.replace(LINKS, network=None)
     assert seconds("all-gather", "[4,4]<=[16]", alone) == SIZE * 3 / 4 / 100
     assert seconds("all-gather", "[1,16]<=[16]", alone) is None
+
+
+def test_a_ring_starts_once_and_passes_on_what_it_carries():
+    reached = Efficiency(latency=1e6, step=1e4, hop=1e2)
+    target = dataclasses.replace(LINKS, link=1e30, network=1e30)
+    for kind, groups, latency in (
+        ("all-gather", "[4,4]<=[16]", 1_030_000),
+        ("all-reduce", "[4,4]<=[16]", 1_060_000),
+        # Over four hosts, alone on each or all four of each.
+        ("all-gather", "[4,4]<=[4,4]T(1,0)", 1_000_300),
+        ("reduce-scatter", "[1,16]<=[16]", 1_120_300),
+        # Between hosts along a tree, up and down.
+        ("all-reduce", "[1,16]<=[16]", 1_240_400),
+        ("all-to-all", "[4,4]<=[16]", 1_010_000),
+    ):
+        seconds = seconds_by_link(operation(kind, groups), target, reached)
+        assert seconds is not None
+        assert [*seconds.values()] == pytest.approx([latency] * len(seconds)), kind
+
+
+@pytest.mark.parametrize("contention, length", [(0.0, 60 + 50), (0.5, 70 + 50)])
+def test_kernels_beside_a_collective_take_longer(contention, length):
+    entry = (
+        f"  %s = {GATHER}\n  %y = {ARRAY} copy(%x)\n"
+        f"  %d = {ARRAY} all-gather-done(%s)\n  ROOT %z = {ARRAY} copy(%d)\n"
+    )
+    # Beside a gather of 60 s, 40 s of a copy of 50 take half as long again.
+    target = dataclasses.replace(TARGET, link=3072 / 60)
+    found = elapsed(entry, target=target, efficiency=Efficiency(contention=contention))
+    assert found.length == pytest.approx(length)
 
 
 #: A gather of 0.5 s, half of it hidden, and a loop of two iterations of 1 s.

@@ -1,9 +1,10 @@
-"""How long a step takes at least: a roofline over the compiler's own schedule.
+"""The time line of a step: the compiler's own schedule, with the seconds of each part.
 
-Instructions run one after the other, each as long as its arithmetic or its memory takes,
-whichever is longer. Collectives run beside them, from their `-start` to their `-done`,
-where the devices wait for what is left. The links inside hosts carry one at a time and the
-network between hosts one; one that uses both occupies both.
+Kernels run one after the other. Collectives run beside them, from their `-start` to their
+`-done`, where the devices wait for what is left. The links inside hosts carry one at a time
+and the network between hosts one; one that uses both occupies both. At the peaks of the
+target this is the least that a step takes. `_efficiency` has what else is assumed of its
+speed, and `_links` how long a collective takes.
 """
 
 from collections import defaultdict
@@ -12,16 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
 from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._efficiency import Efficiency, Work, idle
+from ._links import LINKS, seconds_by_link
 from ._targets import Target, cores_of
-
-#: What carries a collective: the links inside hosts, or the network between them.
-LINKS = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class PlannedSpan:
     collective: int | None = None
 
 
-class Schedule:
+class Timeline:
     """What happens when in a step on a target.
 
     **Arguments:**
@@ -54,8 +51,8 @@ class Schedule:
     - `module`: the compiled step.
     - `operations`: its collectives.
     - `target`: the devices.
-    - `efficiency`: how much of their peaks they reach; `None`: all, so that the step takes
-        at least as long.
+    - `efficiency`: how much of their peaks they reach; by default all, so that the step
+        takes at least as long.
     - `work`: that of an instruction, if it is known; by default it is read.
     """
 
@@ -64,7 +61,7 @@ class Schedule:
         module: Module,
         operations: Sequence[Operation],
         target: Target,
-        efficiency: Efficiency | None = None,
+        efficiency: Efficiency = Efficiency(),
         work: Callable[[Instruction], Work] | None = None,
     ):
         self._module = module
@@ -132,7 +129,7 @@ class Schedule:
                 ]
                 now = end
             elif opcode not in FREE:
-                span = self._instruction(instruction, now)
+                span = self._kernel(instruction, now, max(under_way.values(), default=now))
                 spans.append(span)
                 now = span.end
         return _joined(spans), now
@@ -142,11 +139,11 @@ class Schedule:
         called = [name for what, name in instruction.called() if what != "condition"]
         return max(map(self._run, called), key=lambda each: each[1], default=([], 0.0))
 
-    def _instruction(self, instruction: Instruction, now: float) -> PlannedSpan:
-        work, efficiency = self._work(instruction), self._efficiency
-        seconds = work.least
-        if efficiency is not None:
-            seconds = efficiency.seconds(work, self._target.power)
+    def _kernel(self, instruction: Instruction, now: float, busy: float) -> PlannedSpan:
+        """A kernel that starts now, and what is under way beside it ends at `busy`."""
+        work = self._work(instruction)
+        beside = max(busy - now, 0.0)
+        seconds = self._efficiency.seconds(work, self._target.power, beside)
         return PlannedSpan("memory" if work.memory else "compute", now, now + seconds)
 
 
@@ -172,72 +169,17 @@ def read_work(costs: Costs, target: Target, instruction: Instruction) -> Work:
     """What an instruction of a module, with these costs, asks of a device."""
     memory = costs.bytes(instruction) / (target.bandwidth or float("inf"))
     arithmetic = shaped = attention = 0.0
-    for dtype, flops, fused, sizes in costs.products(instruction):
-        seconds = compute_seconds({dtype: flops}, target)
+    for product in costs.products(instruction):
+        seconds = compute_seconds({product.dtype: product.flops}, target)
         arithmetic += seconds
-        if fused:
+        if product.fused:
             attention += seconds
         else:
+            sizes = product.sizes
             shaped += seconds / (1 - (idle(*sizes, cores_of(target)) if sizes else 0.0))
     if memory > arithmetic:
         return Work(memory, memory=memory, kernels=1)
     return Work(arithmetic, shaped, attention, kernels=int(arithmetic > 0))
-
-
-def link_seconds(operation: Operation, target: Target) -> float | None:
-    """The seconds of one run of a collective, if nothing else uses the links.
-
-    **Returns:**
-
-    The seconds; `None` if the links that it goes over, or the groups, are not known.
-    """
-    seconds = seconds_by_link(operation, target)
-    return None if seconds is None else max(seconds.values())
-
-
-def seconds_by_link(
-    operation: Operation, target: Target, efficiency: Efficiency | None = None
-) -> dict[str, float] | None:
-    """The seconds that one run of a collective takes on each of `LINKS` that it uses.
-
-    All devices of a host send at once, each through its own port. Between hosts, a
-    collective over groups of several devices of each host sends every part over the
-    network once: the slower of the two, links or network, decides.
-
-    **Returns:**
-
-    The seconds, not empty; `None` if the links that it goes over, or the groups, are not
-    known.
-    """
-    groups, reached = operation.groups, efficiency or Efficiency()
-    if groups is None or target.link is None:
-        return None
-    hosts = groups // target.per_host
-    devices, across = groups.shape[1], len(np.unique(hosts[0]))
-    permutes = operation.kind == "collective-permute"
-    link, each = target.link, 2 if permutes else devices / across
-    if not target.switched and each > 1:
-        link *= (each - 1) / max(target.per_host - 1, 1)
-    within = reached.sending(operation.sent / link, reached.link, 1)
-    if (hosts == hosts[:, :1]).all():
-        return {"link": within}
-    if target.network is None:
-        return None
-    if permutes:
-        alone = (hosts[:, 0] != hosts[:, 1]).all()
-        beyond = float(operation.sent)
-    elif "all-to-all" in operation.kind:
-        alone = each == 1
-        beyond = operation.bytes * (devices - each) / devices
-    else:
-        alone = each == 1
-        # The whole that is gathered or reduced, of which each host sends all but its part.
-        whole = operation.sent * devices / max(devices - 1, 1)
-        beyond = whole * (across - 1) / across / each
-    between = {"network": reached.sending(beyond / target.network, reached.network, across)}
-    if not alone:  # Some goes to other devices of the same host.
-        between["link"] = within
-    return between
 
 
 def make_trace(
