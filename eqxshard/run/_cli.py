@@ -15,7 +15,6 @@ import tyro
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
 from ..distributed import exit_process, initialize
-from ..planning._script import refuse_import
 from ..sharding._text import comma_list, say
 from ._config import RunConfig, flag
 from ._errors import exit_on_errors
@@ -68,7 +67,6 @@ def cli(
             eqxshard.cli(main, Args)
         ```
     """
-    refuse_import("eqxshard.cli")
     words = sys.argv[1:] if args is None else args
     errors = exit_on_errors(whole_traceback="--traceback" in words)
     try:

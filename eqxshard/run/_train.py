@@ -31,7 +31,6 @@ from ..loop._fit import fit
 from ..loop._loop import Loop
 from ..loop._ready_callbacks import Profile
 from ..pages._format import format_number
-from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
@@ -206,7 +205,6 @@ def train(
         print(run.metrics["accuracy"], run.speed)
         ```
     """
-    refuse_import("eqxshard.train")
     if isinstance(mesh, Mapping):
         mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     config = RunConfig() if config is None else config
