@@ -18,6 +18,7 @@ import functools
 import itertools
 import json
 import math
+import pickle
 import statistics
 import subprocess
 import sys
@@ -39,10 +40,16 @@ import eqxshard
 from eqxshard.compiled._communication import Operation
 from eqxshard.compiled._hlo import Instruction, Module, parse_module
 from eqxshard.planning import Efficiency, Target
+from eqxshard.planning._backends import find_devices
+from eqxshard.planning._child import (
+    Request,
+    child_environment,
+    compile_module,
+    order_devices,
+)
 from eqxshard.planning._costs import Costs
 from eqxshard.planning._efficiency import GPUS, Work
-from eqxshard.planning._make_plan import make_request
-from eqxshard.planning._process import Request, _environment
+from eqxshard.planning._lower import find_place, lower_ours
 from eqxshard.planning._read import find_operations
 from eqxshard.planning._timeline import Timeline, read_work
 from eqxshard.sharding._spec import AXES
@@ -163,35 +170,29 @@ def request_of(table: Mapping[str, Any]) -> Request:
         remat = functools.partial(save_attention, shape.mlp)
     tokens = jax.ShapeDtypeStruct((table["rows"] * run.devices, shape.seq_len), jnp.int32)
     optimizer = Args(optimizer=table.get("optimizer", "adamw"))
-    return make_request(
-        make_model=functools.partial(GPT, shape=shape, remat=remat),
-        loss_fn=loss_fn,
-        optim=make_optimizer(optimizer, steps=1000),
-        batch={"tokens": tokens, "targets": tokens},
-        mesh_shape=table["mesh"] or {"data": 1},
+    return lower_ours(
+        find_place(table["mesh"] or {"data": 1}, run.target, None, "gpu"),
+        functools.partial(GPT, shape=shape, remat=remat),
+        loss_fn,
+        make_optimizer(optimizer, steps=1000),
+        {"tokens": tokens, "targets": tokens},
         rule=make_rule(shape),
-        target=run.target,
-        devices=None,
-        backend="gpu",
         trainable=True,
         precision=eqxshard.Precision("bfloat16", table.get("params", "float32")),
         accumulate=table.get("accumulate", 1),
         nonfinite="skip",
         grad_norms=False,
         compiler_options=None,
-        explicit=False,
-        cache=None,
     )
 
 
-def compile_here(table: Mapping[str, Any]) -> str:
+def compile_here(file: Path) -> str:
     """The step of a run, in the process that has the compiler."""
-    from eqxshard.planning._compile import make_state
-
-    request = request_of(table)
-    state = make_state(request)
-    step = eqxshard.make_train_step(request.loss_fn, request.optim, **request.options)
-    module = parse_module(step.lower(state, request.batch).compile().as_text() or "")
+    request = pickle.loads(file.read_bytes())
+    devices = find_devices(request.target, request.backend, request.devices)
+    devices = order_devices(devices, request.sizes)
+    compiled = compile_module(request.module, devices, request.compiler_options)
+    module = parse_module(compiled.text)
     operations = find_operations(module, request.devices, "gpu")
     work = functools.partial(read_work, Costs(module), request.target)
     return shorten(module, operations, work)
@@ -202,9 +203,11 @@ def compile_all(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for number, table in enumerate(tables):
         print(f"{number + 1} of {len(tables)}: {table['name']}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
+            request, file = request_of(table), Path(folder, "request")
+            file.write_bytes(pickle.dumps(request))
             done = subprocess.run(
-                [sys.executable, __file__, "--compile", str(number)],
-                env=_environment(Path(folder), "gpu"),
+                [sys.executable, __file__, "--compile", file],
+                env=child_environment(Path(folder), "gpu", request.devices),
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
@@ -278,11 +281,11 @@ def main() -> None:
     options = parser(__doc__, rounds=1)
     options.add_argument("--stored", action="store_true")
     options.add_argument("--leave-one-out", action="store_true")
-    options.add_argument("--compile", type=int, metavar="RUN", help="used by itself")
+    options.add_argument("--compile", type=Path, metavar="FILE", help="used by itself")
     args = options.parse_args()
     tables = tomllib.loads((HERE / "published.toml").read_text())["run"]
     if args.compile is not None:
-        print(compile_here(tables[args.compile]))
+        print(compile_here(args.compile))
         return
     steps = json.loads(STORED.read_text()) if args.stored else [*compile_all(tables)]
     runs = [Run(table, step) for table, step in zip(tables, steps, strict=True)]

@@ -19,7 +19,7 @@ from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict as predict
 from .loop._fit import fit as fit
 from .planning._make_plan import plan as plan
-from .planning._plan_step import plan_step as plan_step
+from .planning._make_plan import plan_step as plan_step
 from .planning._search import plan_search as plan_search
 from .run import RunConfig as RunConfig
 from .run import cli as cli

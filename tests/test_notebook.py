@@ -34,6 +34,18 @@ def make_model(key):
 def loss_fn(model, batch, key):
     return (model.slope * batch["x"] - batch["y"]) ** 2
 """
+PLAN = """
+plan = eqxshard.plan(
+    lambda key: make_model(key),
+    lambda model, batch, key: loss_fn(model, batch, key),
+    optim,
+    {"x": x, "y": x},
+    mesh_shape={"data": 4},
+    rule=rule,
+    target="cpu",
+)
+print(plan.devices, plan.memory.batch, plan.traffic)
+"""
 TRAIN = """
 def train(train_step, steps, folder=None):
     state = eqxshard.init_state(
@@ -66,6 +78,13 @@ def test_a_run_goes_on_in_a_new_kernel(tmp_path):
     resumed, _ = run(*start, f"train(train_step, 8, {folder})")
     assert lines[0].startswith("4 ") and lines[1].startswith("8 ")
     assert resumed == lines[1:]
+
+
+def test_a_model_of_a_cell_is_planned():
+    """For more devices than there are here."""
+    (line,), _ = run(SETUP, DEFINE, PLAN)
+    # The gradient and the loss of a model of one number.
+    assert line.startswith(f"4 {2 * 64 * 4 // 4} {{'data': {{'all-reduce': ")
 
 
 @pytest.mark.slow

@@ -42,6 +42,23 @@ class Argument(NamedTuple):
     in_model: bool
 
 
+class LintedStep(NamedTuple):
+    """What lint has to know of a step to read its text.
+
+    - `sizes`: of the axes of the mesh.
+    - `arguments`: the arrays that it takes, but for the batch.
+    - `batch`: the path and shape of each array of a batch, by its name in the text.
+    - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
+    - `batch_axes`: over which the batch is split, by default those of our batches.
+    """
+
+    sizes: Mapping[str, int]
+    arguments: Sequence[Argument]
+    batch: Mapping[str, tuple[str, tuple[int, ...]]]
+    scanned: Collection[tuple[int, ...]]
+    batch_axes: Collection[str] | None = None
+
+
 @contextlib.contextmanager
 def unread_is_warned(what: str, remedy: str = "") -> Iterator[None]:
     """Warn if lint cannot read a program, which still runs."""
@@ -62,26 +79,20 @@ class TextLint:
     """The findings in the text of a step.
 
     - `module`: the compiled text.
-    - `sizes`: of the axes of the mesh.
-    - `arguments`: the arrays that it takes, but for the batch.
-    - `batch`: the path and shape of each array of a batch, by its name in the text.
-    - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
-    - `batch_axes`: over which the batch is split, by default those of our batches.
+    - `step`: what it takes.
     """
 
     module: Module
-    sizes: Mapping[str, int]
-    arguments: Sequence[Argument]
-    batch: Mapping[str, tuple[str, tuple[int, ...]]]
-    scanned: set[tuple[int, ...]]
-    batch_axes: Collection[str] | None = None
+    step: LintedStep
 
     def __post_init__(self):
-        self._arguments = {each.name: each for each in self.arguments}
-        rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
-        self._batch_axes = {axis for axis in rows if self.sizes.get(axis, 1) > 1}
-        paths = {each.name: each.path for each in self.arguments if each.in_model}
-        self.causes = Causes(self.module, self.sizes, paths, {}, self.batch_axes)
+        sizes, arguments, self._batch, self.scanned, rows = self.step
+        self.sizes = sizes
+        self._arguments = {each.name: each for each in arguments}
+        axes = batch_axes(sizes) if rows is None else rows
+        self._batch_axes = {axis for axis in axes if sizes.get(axis, 1) > 1}
+        paths = {each.name: each.path for each in arguments if each.in_model}
+        self.causes = Causes(self.module, sizes, paths, {}, rows)
 
     def findings(self) -> Iterator[Finding]:
         """The findings of kinds `global-batch` and `donation`."""
@@ -105,8 +116,8 @@ class TextLint:
             return
         entries, of_model = dict[str, tuple[int, ...]](), False
         for name in self.causes.depends_on(operation):
-            if name in self.batch:
-                path, shape = self.batch[name]
+            if name in self._batch:
+                path, shape = self._batch[name]
                 entries[path] = shape
             elif name not in self._arguments or self._arguments[name].in_model:
                 of_model = True

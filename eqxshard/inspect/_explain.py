@@ -7,7 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import UsageTypeError
@@ -16,6 +16,7 @@ from ..sharding._leaves import array_leaves, is_inexact
 from ..sharding._optimizer_state import StateLeaf, decide_opt_state
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
+from ..sharding._spec import AnyMesh
 from ..training._inputs import mesh_of, sharding_on_mesh
 from ..training._state import TrainState, is_offloaded, split_model, without_state
 from ._explanation import Bytes, Explanation, Leaf
@@ -23,7 +24,7 @@ from ._explanation import Bytes, Explanation, Leaf
 
 def explain(
     tree: PyTree,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     rule: Rule | None = None,
     *,
     optim: optax.GradientTransformation | None = None,
@@ -74,7 +75,7 @@ def explain(
     placed = dict(array_leaves(model))
     mesh = mesh or mesh_of([*placed.values()], "model", ", or give explain mesh= and rule=")
 
-    def as_placed(path: str, leaf: Any, mesh: Mesh) -> PartitionSpec | None:
+    def as_placed(path: str, leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
         # The optimizer's state, too, which is placed nowhere yet.
         if path not in placed or placed[path].shape != leaf.shape:
             return None
@@ -122,7 +123,7 @@ def explain(
 
 
 def _optimizer_bytes(
-    leaves: Iterable[StateLeaf], mesh: Mesh, rule: Rule
+    leaves: Iterable[StateLeaf], mesh: AnyMesh, rule: Rule
 ) -> tuple[Counter[str], Bytes, int]:
     """The bytes of an optimizer's state on a device: by parameter, in all, on its host."""
     by_path, whole, device, host = Counter[str](), 0, 0, 0
@@ -141,7 +142,7 @@ def _optimizer_bytes(
 def _row(
     path: str,
     leaf: Any,
-    mesh: Mesh,
+    mesh: AnyMesh,
     decision: Decision,
     update: Decision | None,
     notes: Sequence[str],

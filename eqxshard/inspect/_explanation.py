@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..sharding._mesh import describe_mesh
 from ..sharding._optimizer_state import is_split
-from ..sharding._spec import axes_of, format_sizes
+from ..sharding._spec import AnyMesh, axes_of, format_sizes
 from ..sharding._text import format_bytes
 from ._tables import render
 
@@ -93,7 +93,7 @@ class Explanation:
     """
 
     leaves: tuple[Leaf, ...]
-    mesh: Mesh
+    mesh: AnyMesh
     parameters: Bytes
     other: Bytes
     gradients: Bytes

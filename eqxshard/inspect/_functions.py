@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh
 from .._errors import UsageError, UsageTypeError
 from ..compiled._findings import Finding
 from ..compiled._hlo import Module
-from ..compiled._lint_text import Argument, TextLint, unread_is_warned
-from ..compiled._lowered import LoweredStep, read_lowered
-from ..training._lint_step import lint_jaxpr, scanned_shapes
-from ..training.rewrite._jaxprs import all_jaxprs
+from ..compiled._lint_text import Argument, LintedStep, TextLint, unread_is_warned
+from ..compiled._lowered import Input, LoweredStep, read_lowered
+from ..training._lint_step import calls_host, lint_jaxpr, scanned_shapes
+from ..training.rewrite._jaxprs import all_jaxprs, equations
 from ._all_layers import lint_layers
 
 
@@ -92,7 +92,7 @@ def lower_function(
         if hasattr(staged, "trace"):
             traced = staged.trace(*args, **kwargs)
             jaxpr = _unwrap(traced, "traced", jax.stages.Traced).jaxpr
-            lowered = _lower(traced, platform)
+            lowered = lower_traced(traced, platform)
         else:
             lowered = staged.lower(*args, **kwargs)
     lowered = _unwrap(lowered, "lowered", jax.stages.Lowered)
@@ -108,13 +108,31 @@ def _under(mesh: Mesh | AbstractMesh | None) -> Any:
     return jax.set_mesh(mesh)
 
 
-def _lower(traced: Any, platform: str | None) -> Any:
+def lower_traced(traced: Any, platform: str | None) -> Any:
+    """Lower a function that was traced.
+
+    **Arguments:**
+
+    - `traced`: by JAX, or another library's.
+    - `platform`: to lower it for, by default that of the devices at hand.
+
+    **Raises:**
+
+    `ValueError` if it calls the host of another platform, or has a function that only the
+    process that lowers it can compile.
+    """
     if platform is None:
         return traced.lower()
+    jaxpr = _unwrap(traced, "traced", jax.stages.Traced).jaxpr
+    if any(eqn.primitive.name == "custom_partitioning" for eqn in equations(jaxpr)):
+        raise UsageError(
+            "the step has a function with custom_partitioning of JAX, which only the "
+            "process that lowered it can compile; plan it with jax.shard_map in its place."
+        )
     try:
         return traced.lower(lowering_platforms=(platform,))
     except ValueError as error:
-        if "lowering platform" not in str(error):
+        if not calls_host(jaxpr):
             raise
         raise UsageError(
             "the function calls the host (as jax.debug.print does), which JAX lowers only "
@@ -134,17 +152,9 @@ def _unwrap(staged: Any, name: str, kind: type) -> Any:
     return staged
 
 
-def lint_lowered(
-    step: LoweredStep, module: Module, scanned: set[tuple[int, ...]]
-) -> Iterator[Finding]:
-    """The findings in the compiled text of any function.
-
-    **Arguments:**
-
-    - `step`: what the function takes.
-    - `module`: the text.
-    - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
-    """
+def describe_function(function: LoweredFunction) -> LintedStep:
+    """What lint has to know of any function to read its text."""
+    step = function.step
     batch = {each.name: (each.name, each.shape) for each in step.batch}
     arguments = [
         Argument(
@@ -157,6 +167,21 @@ def lint_lowered(
         for each in step.inputs
         if each.name not in batch
     ]
-    with unread_is_warned("a function"):
-        text = TextLint(module, step.sizes, arguments, batch, scanned, step.batch_axes)
-        yield from dict.fromkeys([*text.findings(), *lint_layers(text, step.inputs)])
+    return LintedStep(step.sizes, arguments, batch, function.scanned, step.batch_axes)
+
+
+def lint_compiled(
+    module: Module, step: LintedStep, inputs: Sequence[Input]
+) -> Iterator[Finding]:
+    """The findings in the compiled text of any step.
+
+    **Arguments:**
+
+    - `module`: the text.
+    - `step`: what it takes.
+    - `inputs`: of a function of the user's own, its arrays, to look for stacked layers.
+    """
+    with unread_is_warned("a step"):
+        text = TextLint(module, step)
+        layers = lint_layers(text, inputs) if inputs else ()
+        yield from dict.fromkeys([*text.findings(), *layers])

@@ -13,7 +13,7 @@ from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH
 from ..training._state import refuse_state
 from ..training._train_step import TrainStep
-from ._functions import lint_lowered, lower_function
+from ._functions import describe_function, lint_compiled, lower_function
 
 
 class Findings(tuple[Finding, ...]):
@@ -86,7 +86,7 @@ def lint(
         return _lint_ours(step, *args, **kwargs)
     function = lower_function(step, args, kwargs)
     module = parse_module(function.lowered.compile().as_text() or "")
-    of_text = lint_lowered(function.step, module, function.scanned)
+    of_text = lint_compiled(module, describe_function(function), function.step.inputs)
     return Findings([*function.findings(), *of_text])
 
 

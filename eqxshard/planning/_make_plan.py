@@ -1,24 +1,19 @@
-"""`plan`: what a step needs, before there are devices."""
+"""`plan` and `plan_step`: what a step needs, before there are devices."""
 
-import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from .._errors import UsageError
-from ..sharding._files import local_path
-from ..sharding._mesh import AXES, no_such_axis, resolve_sizes
 from ..sharding._rule import Rule
-from ..training._optimizer import check_optim
 from ..training._precision import Precision
 from ..training._update import Nonfinite
-from ._backends import check_whole_hosts, find_backend
+from ._child import run
+from ._lower import find_place, lower_any, lower_ours
 from ._plan import Plan
-from ._process import Request, dump_request, run
 from ._targets import Compiler, Target
 
 
@@ -40,22 +35,19 @@ def plan(
     grad_norms: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     explicit: bool | Sequence[str] = False,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
 
-    The very step of [`eqxshard.make_train_step`][] is compiled for them, in a process of
-    its own, and read: its memory, its communication, its arithmetic. Its time is predicted
-    from the peaks of the target, as the least that a step can take, and from how much of
-    them steps reach.
-
-    The process imports the script that calls this, if the model or the loss function are
-    defined in it: put the call under `if __name__ == "__main__":`.
+    The very step of [`eqxshard.make_train_step`][] is traced and lowered here. A process
+    of its own compiles it for these devices, and reads its memory, its communication, its
+    arithmetic. Its time is predicted from the peaks of the target, as the least that a step
+    can take, and from how much of them steps reach.
 
     **Arguments:**
 
     - `make_model`, `optim`, `rule`, `trainable`, `precision`: as for
-        [`eqxshard.init_state`][].
+        [`eqxshard.init_state`][]. The mesh that the rule gets is a
+        `jax.sharding.AbstractMesh`, which has no devices.
     - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`, `compiler_options`: as for
         [`eqxshard.make_train_step`][].
     - `batch`: a batch of all devices, of arrays or `jax.ShapeDtypeStruct`s.
@@ -69,9 +61,6 @@ def plan(
         step, and temporaries are an upper estimate.
     - `explicit`: the axes that are Explicit, as for [`eqxshard.make_mesh`][], for a model
         that is written for them.
-    - `cache`: a folder for JAX's cache of compiled programs, in which to keep the compiled
-        step, so that a run on such devices need not compile it. It is compiled once more
-        for that. `plan.notes` says what is there.
 
     **Returns:**
 
@@ -80,8 +69,9 @@ def plan(
     **Raises:**
 
     `ValueError` if the target is not known, the devices do not divide over the mesh or
-    over hosts, or the backend is not installed; what making the state and the step raises;
-    `RuntimeError` if the compiler fails.
+    over hosts, the backend is not installed, or the step calls the host and is planned
+    for other devices; what making the state and the step raises; `RuntimeError` if the
+    compiler fails.
 
     !!! Example
 
@@ -101,83 +91,72 @@ def plan(
         )
         ```
     """
-    request = make_request(
-        mesh_shape=mesh_shape,
-        target=target,
-        devices=devices,
-        backend=backend,
-        optim=optim,
-        batch=batch,
-        make_model=make_model,
-        loss_fn=loss_fn,
+    place = find_place(mesh_shape, target, devices, backend)
+    request = lower_ours(
+        place,
+        make_model,
+        loss_fn,
+        optim,
+        batch,
         rule=rule,
         trainable=trainable,
         precision=precision,
+        explicit=explicit,
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
         compiler_options=compiler_options,
-        explicit=explicit,
-        cache=None if cache is None else local_path(cache, "cache="),
     )
-    return run(dump_request(request), request.backend)
+    return run(request)
 
 
-def make_request(
-    *,
-    mesh_shape: Mapping[str, int],
-    target: str | Target,
-    devices: int | None,
-    backend: Compiler | None,
-    batch: PyTree,
-    accumulate: int,
-    nonfinite: Nonfinite,
-    grad_norms: bool,
-    compiler_options: Mapping[str, Any] | None,
-    **others: Any,
-) -> Request:
-    """Check the arguments of a plan; choose its compiler.
+def plan_step(
+    fn: Callable[..., Any] | jax.stages.Lowered,
+    /,
+    *args: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    target: str | Target | None = None,
+    backend: Compiler | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """What any jitted function needs on devices that are not there, and its lint.
 
-    **Arguments:** as for `plan`; `others` are the fields of the request that are taken
-    as they are.
+    The function may be anyone's: of plain JAX, Flax, Haiku or another trainer, with
+    `shard_map` or without. It is traced and lowered here, for as many devices as its
+    arguments and its mesh have, which may be simulated, and compiled for the target in a
+    process of its own.
+
+    **Arguments:**
+
+    - `fn`: what `jax.jit` returns, or another function with its `trace` or `lower`, such
+        as those of `nnx.jit` and `eqx.filter_jit`; any other is compiled by `jax.jit`. Or
+        what `lower` returned: then lint reads only the compiled text.
+    - `args`, `kwargs`: its arguments: arrays, or `jax.ShapeDtypeStruct`s with the shardings
+        that the arrays would have (`eqx.filter_jit` takes only arrays).
+    - `mesh`: the mesh to trace it under, for functions and arguments that name only axes.
+        A `jax.sharding.AbstractMesh` plans for more devices than there are here.
+    - `target`: as for [`eqxshard.plan`][]. By default the devices at hand.
+    - `backend`: as for [`eqxshard.plan`][].
+
+    **Returns:**
+
+    An [`eqxshard.planning.Plan`][], which prints as tables. Its memory is by argument of
+    the function, and its arrays are all that the function takes.
+
+    **Raises:**
+
+    What the function raises when it is traced; `TypeError` if it is no function, or
+    `devices` is given, which it does not take;
+    `ValueError` if the target is not known, its devices are not whole hosts, the backend is
+    not installed, or the function calls the host and is planned for other devices;
+    `RuntimeError` if the compiler fails.
+
+    !!! Example
+
+        ```python
+        step = jax.jit(train_step, donate_argnums=(0, 1))
+        print(eqxshard.plan_step(step, params, opt_state, batch, target="h200"))
+        ```
     """
-    check_optim(others["optim"])
-    found = Target.named(target) if isinstance(target, str) else target
-    sizes = _mesh_sizes(mesh_shape, devices)
-    count = math.prod(sizes.values())
-    compiler = find_backend(found, backend)
-    check_whole_hosts(found, compiler, count)
-    return Request(
-        batch=jax.tree.map(_abstract, batch),
-        mesh_shape=sizes,
-        target=found,
-        backend=compiler,
-        options={
-            "accumulate": accumulate,
-            "nonfinite": nonfinite,
-            "grad_norms": grad_norms,
-            "compiler_options": compiler_options,
-        },
-        **others,
-    )
-
-
-def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
-    """The size of each axis of the mesh."""
-    for axis in asked:
-        if axis not in AXES:
-            raise UsageError(no_such_axis(axis))
-    if devices is None and -1 in asked.values():
-        raise UsageError(
-            "an axis of mesh_shape is -1, which takes the devices that are left; give "
-            "devices= their number."
-        )
-    sizes = {axis: asked.get(axis, 1) for axis in AXES}
-    return resolve_sizes(sizes, math.prod(sizes.values()) if devices is None else devices)
-
-
-def _abstract(leaf: Any) -> Any:
-    """An array without its values."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
+    request = lower_any(fn, args, kwargs, mesh=mesh, target=target, backend=backend)
+    return run(request)

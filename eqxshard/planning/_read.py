@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
+from jax.sharding import PartitionSpec
 
 from .._errors import UsageError
 from ..compiled._causes import Causes
@@ -18,12 +18,13 @@ from ..compiled._communication import (
     join_axes,
 )
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
+from ..compiled._lowered import Input
+from ..inspect._explanation import Leaf
 from ..sharding._mesh import used_axes
 from ._backends import install
 from ._costs import Costs, count_flops
 from ._links import link_seconds
 from ._plan import Plan, PlannedMemory, PlannedTime
-from ._process import Request, StepRequest
 from ._targets import Compiler, Target
 from ._timeline import Timeline, compute_seconds, read_work
 
@@ -207,19 +208,52 @@ def read_dump(dump: Path, devices: int, step: str) -> str:
     return latest.read_text()
 
 
-def memory_of(
-    target: Target,
-    analysis: Any,
-    arguments: Mapping[str, int],
-    gradients: int | None,
-    offloaded: int,
-) -> PlannedMemory:
-    """The memory of one device, and of the host, where `offloaded` bytes are arguments."""
+class Known(NamedTuple):
+    """What is known of the arrays of a step: the bytes of one device.
+
+    - `arguments`: of what it takes, by name.
+    - `gradients`: of all gradients at once.
+    - `offloaded`: of what it takes in the host's memory.
+    - `leaves`: each array.
+    """
+
+    arguments: Mapping[str, int]
+    gradients: int | None
+    offloaded: int
+    leaves: tuple[Leaf, ...]
+
+
+def read_inputs(inputs: Sequence[Input], module: Module, analysis: Any) -> Known:
+    """What the compiled text says of the arrays of a step: how large each part is."""
+    parts = {
+        int(x.content): sum(shape.bytes for shape in x.shapes)
+        for x in module.computations[module.entry]
+        if x.opcode == "parameter"
+    }
+    leaves = tuple(
+        Leaf(
+            path=each.name,
+            shape=each.shape,
+            dtype=each.dtype,
+            spec=PartitionSpec() if each.spec is None else each.spec,
+            bytes_whole=each.bytes,
+            bytes_per_device=parts[each.number],
+        )
+        for each in inputs
+    )
+    arguments = Counter[str]()
+    for each, leaf in zip(inputs, leaves, strict=True):
+        arguments[each.argument] += leaf.bytes_per_device
+    return Known(dict(arguments), None, analysis.host_argument_size_in_bytes, leaves)
+
+
+def memory_of(target: Target, analysis: Any, known: Known) -> PlannedMemory:
+    """The memory of one device, and of the host."""
     # The compiler for CPUs does not distinguish memories.
-    not_here = offloaded - analysis.host_argument_size_in_bytes
+    not_here = known.offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
-        arguments=arguments,
-        gradients=gradients,
+        arguments=known.arguments,
+        gradients=known.gradients,
         temporaries=analysis.temp_size_in_bytes,
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -227,20 +261,17 @@ def memory_of(
         + analysis.temp_size_in_bytes
         - not_here,
         device=None if target.memory is None else int(target.memory),
-        host=offloaded
+        host=known.offloaded
         + analysis.host_output_size_in_bytes
         - analysis.host_alias_size_in_bytes
         + analysis.host_temp_size_in_bytes,
     )
 
 
-def count_examples(batch: Any) -> int:
-    """The rows of a batch."""
-    return jax.tree.leaves(batch)[0].shape[0]
-
-
 def read_plan(
-    request: Request | StepRequest,
+    target: Target,
+    backend: Compiler,
+    devices: int,
     module: Module,
     sizes: Mapping[str, int],
     causes: Causes,
@@ -251,15 +282,14 @@ def read_plan(
 
     **Arguments:**
 
-    - `request`: what was compiled.
+    - `target`, `backend`, `devices`: what it was compiled for, and by what.
     - `module`: its text.
     - `sizes`: of the axes of the mesh.
     - `causes`: of the same text.
     - `notes`: what else to know.
     - `others`: the other fields of the plan.
     """
-    target, backend = request.target, request.backend
-    operations = find_operations(module, request.devices, backend)
+    operations = find_operations(module, devices, backend)
     # There is no schedule of the target on a CPU.
     schedule = about = None
     if backend != "cpu":
@@ -275,7 +305,7 @@ def read_plan(
         target=target,
         backend=backend,
         mesh=used_axes(sizes),
-        devices=request.devices,
+        devices=devices,
         flops=flops,
         model_flops=count_flops(module, again=False),
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),

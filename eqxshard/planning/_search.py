@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -17,9 +17,9 @@ from ..sharding._text import comma_list, did_you_mean, format_mesh
 from ..training._precision import Precision
 from ..training._update import Nonfinite
 from ._backends import find_backend
-from ._make_plan import make_request
+from ._child import CompilerError, Request, run
+from ._lower import find_place, lower_ours
 from ._plan import Plan
-from ._process import CompilerError, dump_request, run
 from ._targets import Compiler, Target
 
 _LOG = logging.getLogger(__name__)
@@ -52,8 +52,6 @@ def plan_search(
     workers: int = 4,
 ) -> list[Plan]:
     """Plans of a training step on several meshes of devices that are not there.
-
-    As for [`eqxshard.plan`][], put the call under `if __name__ == "__main__":`.
 
     **Arguments:**
 
@@ -102,36 +100,34 @@ def plan_search(
     shapes = [*(mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes)]
     if not shapes:
         raise UsageError(f"there are no meshes for {devices} devices; give some.")
-    requests = list[bytes]()
-    for shape in shapes:
-        request = make_request(
-            mesh_shape=shape,
-            target=found,
-            devices=devices,
-            backend=compiler,
-            make_model=make_model,
-            loss_fn=loss_fn,
-            optim=optim,
-            batch=batch,
-            rule=rule,
-            trainable=trainable,
-            precision=precision,
-            accumulate=accumulate,
-            nonfinite=nonfinite,
-            grad_norms=grad_norms,
-            compiler_options=compiler_options,
-        )
-        # Pickled here, because JAX's settings may be those of this thread.
-        requests.append(dump_request(request))
+    places = [find_place(shape, found, devices, compiler) for shape in shapes]
+    options = {
+        "rule": rule,
+        "trainable": trainable,
+        "precision": precision,
+        "accumulate": accumulate,
+        "nonfinite": nonfinite,
+        "grad_norms": grad_norms,
+        "compiler_options": compiler_options,
+    }
 
-    def compile(request: bytes) -> Plan | Exception:
+    def compile(request: Request) -> Plan | Exception:
         try:
-            return run(request, compiler)
-        except (UsageError, CompilerError) as error:
+            return run(request)
+        except CompilerError as error:
             return error
 
+    answers = list[Any]()
     with ThreadPoolExecutor(workers) as pool:
-        answers = [*pool.map(compile, requests)]
+        for place in places:
+            try:
+                # In this thread, whose settings of JAX may be its own.
+                request = lower_ours(place, make_model, loss_fn, optim, batch, **options)
+            except UsageError as error:
+                answers.append(error)
+            else:
+                answers.append(pool.submit(compile, request))
+    answers = [each.result() if isinstance(each, Future) else each for each in answers]
     plans = [each for each in answers if isinstance(each, Plan)]
     if not plans:
         assert isinstance(answers[0], Exception)

@@ -15,7 +15,6 @@ import tyro
 from .._errors import UsageError
 from .._parser import allow_closed_stdout
 from ..distributed import exit_process, initialize
-from ..planning._script import refuse_import
 from ..sharding._text import comma_list, say
 from ._config import RunConfig, flag, option_names
 from ._exit import exit_on_errors
@@ -70,7 +69,6 @@ def cli(
             eqxshard.cli(main, Args)
         ```
     """
-    refuse_import("eqxshard.cli")
     words = sys.argv[1:] if args is None else args
     try:
         with allow_closed_stdout():

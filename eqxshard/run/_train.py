@@ -28,7 +28,6 @@ from ..loop._loop import Loop
 from ..loop._position import Position
 from ..loop._ready_callbacks import Profile
 from ..loop._tracker import Tracker, check_trackers
-from ..planning._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
@@ -177,7 +176,6 @@ def train(
         print(run.metrics["accuracy"], run.speed)
         ```
     """
-    refuse_import("eqxshard.train")
     config = RunConfig() if config is None else config
     config.check()
     check_trackers(trackers)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._errors import UsageError
 from ._leaf_rules import zero1
@@ -19,7 +19,7 @@ from ._rule import (
     check_rule,
     rule_name,
 )
-from ._spec import axes_of, make_spec
+from ._spec import AnyMesh, axes_of, make_spec
 from ._text import comma_list
 
 #: JAX's name for host memory that devices can reach.
@@ -46,7 +46,7 @@ class _SeveralRules(AbstractRule):
         """Those of the rules."""
         return f"{type(self).__name__}({comma_list(map(rule_name, self.rules))})"
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """Each rule checks itself."""
         for rule in self.rules:
             check_rule(rule, leaves, mesh)
@@ -75,7 +75,9 @@ class first_match(_SeveralRules):
         ```
     """
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """The first decision."""
         decisions = (apply_rule(rule, path, leaf, mesh) for rule in self.rules)
         return next((d for d in decisions if d is not None), None)
@@ -104,7 +106,9 @@ class combine(_SeveralRules):
         ```
     """
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """The union of all decisions."""
         decisions: list[Decision] = []
         split_by: dict[str, str] = {}
@@ -176,18 +180,21 @@ class offload(AbstractRule):
         """That of the rule inside."""
         return f"offload({rule_name(self.rule)})"
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """As the rule inside."""
         return apply_rule(self.rule, path, leaf, mesh)
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """The devices must reach host memory; the rule inside checks itself."""
         if jax.__version_info__ < (0, 10, 2):
             raise UsageError(
                 f"{self.label} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
                 "upgrade it, or leave offload out."
             )
-        for device in mesh.local_devices or ():
+        here = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
+        for device in here:
             kinds = [memory.kind for memory in device.addressable_memories()]
             # Devices that are only there to compile for list none.
             if kinds and HOST_MEMORY not in kinds:

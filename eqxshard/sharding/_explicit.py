@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ._leaves import as_weak_as, is_array, is_key
-from ._spec import axes_of
+from ._spec import AnyMesh, axes_of
 
 
-def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+def is_explicit(mesh: AnyMesh) -> bool:
     """Whether some axes of a mesh are Explicit."""
     return AxisType.Explicit in mesh.axis_types
 
@@ -42,7 +42,7 @@ def auto_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
     """What a spec says of the Explicit axes of a mesh: the type of an array.
 
     Axes of size 1 split nothing. In a type they would only be in the way: JAX calls a
@@ -118,7 +118,7 @@ def with_types(x: Array, sharding: NamedSharding) -> Array:
     return as_weak_as(typed, x)
 
 
-def replicated_on(tree: PyTree, mesh: Mesh) -> PyTree:
+def replicated_on(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Inside jit: arrays as `to_explicit` makes them, not split along Explicit axes."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: to_explicit(x, whole) if is_array(x) else x, tree)

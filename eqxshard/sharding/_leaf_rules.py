@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._errors import UsageError, UsageTypeError
 from ._dims import AnnotationError
 from ._rule import AbstractRule, Decision, Leaves, axes_by_dim, leaf_dims
 from ._spec import (
+    AnyMesh,
     Axes,
     axes_of,
     axis_sizes,
@@ -31,11 +32,11 @@ class replicate(AbstractRule):
     The rule claims every leaf with `P()`.
     """
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh) -> Decision:
         """Replicated."""
         return Decision(PartitionSpec(), self.label)
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """Names nothing, so nothing can be missing."""
 
 
@@ -80,7 +81,7 @@ class fsdp(AbstractRule):
         """The axis, unless it is the usual one."""
         return f"fsdp({'' if self.axis == 'fsdp' else repr(self.axis)})"
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh) -> Decision:
         """Split the largest dim that divides, of those that no other rule has split."""
         self.check({}, mesh)
         sizes = axis_sizes(axes_of(self.axis), mesh)
@@ -101,7 +102,7 @@ class fsdp(AbstractRule):
         dim = max(dims, key=lambda d: (not taken[d], names.get(d) != "vocab", shape[d]))
         return Decision(PartitionSpec(*[None] * dim, self.axis), self.label)
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """The mesh must have the axes."""
         for axis in axes_of(self.axis):
             check_axis(axis, mesh, self.label)
@@ -142,11 +143,11 @@ class zero1(AbstractRule):
     def __post_init__(self):
         _check_size(self.min_size)
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh) -> Decision:
         """Replicated; `update_rule` decides for the optimizer's state."""
         return Decision(PartitionSpec(), self.label)
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """The mesh must have the axes."""
         self.update_rule.check(leaves, mesh)
 
@@ -223,14 +224,16 @@ class by_path(AbstractRule):
         """The patterns."""
         return f"by_path({comma_list(repr(pattern) for pattern, _ in self.specs)})"
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """The spec of the first pattern found in the path."""
         for pattern, spec in self.specs:
             if re.search(pattern, path):
                 return Decision(spec, f"by_path({pattern!r})")
         return None
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """Every pattern must match a leaf: most likely it is misspelt."""
         for pattern, _ in self.specs:
             if not any(re.search(pattern, path) for path in leaves):
@@ -288,7 +291,9 @@ class by_dim(AbstractRule):
         """The names."""
         return f"by_dim({comma_list(name for name, _ in self.axes)})"
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """Split each dim that has one of the names."""
         axes = dict(self.axes)
         dims, wrong = _read_dims(leaf)
@@ -301,7 +306,7 @@ class by_dim(AbstractRule):
         said = comma_list(f"{dim}: {comma_list(axes_of(axes[dim]))}" for dim in named)
         return Decision(spec, f"by_dim({said})")
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """The mesh must have the axes, and some leaf the names."""
         names = dict(self.axes)
         for entry in names.values():

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._errors import UsageError, UsageTypeError
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ._spec import AXES, axis_sizes, format_sizes
+from ._spec import AXES, AnyMesh, axis_sizes, format_sizes
 from ._text import comma_list, count_devices, did_you_mean, format_mesh, nearest_multiples
 
 #: The axes that the rows of a batch are split over, where a mesh has them.
@@ -84,7 +84,7 @@ def make_mesh(
         assert_same_on_all_processes("mesh", facts)
     sizes = resolve_sizes(asked, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
-    types = _axis_types(explicit)
+    types = axis_types(explicit)
     if dcn is None:
         return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
     across = _across_hosts(sizes, dcn)
@@ -104,7 +104,7 @@ def no_such_axis(axis: str) -> str:
     return f"there is no mesh axis {axis!r}; {hint}the axes are {comma_list(AXES)}."
 
 
-def _axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
+def axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
     """The types of the axes of a mesh, of which some are Explicit."""
     if isinstance(explicit, bool):
         explicit = AXES if explicit else ()
@@ -154,13 +154,13 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
     return mesh
 
 
-def batch_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> tuple[str, ...]:
+def batch_axes(mesh: AnyMesh | Mapping[str, int]) -> tuple[str, ...]:
     """The axes that the rows of a batch are split over, of a mesh or of its sizes."""
     names = mesh if isinstance(mesh, Mapping) else mesh.axis_names
     return tuple(axis for axis in names if axis in _BATCH_AXES)
 
 
-def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh, *, stacked: bool = False) -> NamedSharding:
     """The sharding of a batch: rows split over the axes of the batch, `data` and `fsdp`.
 
     **Arguments:**
@@ -177,7 +177,11 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
 
 
 def check_is_mesh(mesh: Any) -> None:
-    """Raise `TypeError` for text, or whatever else is no mesh."""
+    """Raise `TypeError` for text, or whatever else is no mesh of devices."""
+    if isinstance(mesh, AbstractMesh):
+        raise UsageTypeError(
+            f"mesh={mesh!r} has no devices; make one that has, with eqxshard.make_mesh."
+        )
     if not isinstance(mesh, Mesh):
         raise UsageTypeError(
             f"mesh={mesh!r} is not a mesh; make it with eqxshard.make_mesh, or from text "
@@ -185,9 +189,15 @@ def check_is_mesh(mesh: Any) -> None:
         )
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """Raise unless this is a mesh, and it is known which of its axes split the batch."""
-    check_is_mesh(mesh)
+def check_mesh(mesh: AnyMesh) -> None:
+    """Raise unless this is a mesh, and it is known which of its axes split the batch.
+
+    An abstract mesh has to say of which kind its devices would be.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform_of(mesh)
+    else:
+        check_is_mesh(mesh)
     if AxisType.Manual in mesh.axis_types:
         raise UsageError(
             f"the mesh has the axis types {mesh.axis_types}, and Manual axes are for "
@@ -201,12 +211,33 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
-def is_on_cpus(mesh: Mesh) -> bool:
+def platform_of(mesh: AnyMesh) -> str:
+    """The platform of the devices of a mesh, or of those that an abstract mesh is for.
+
+    **Raises:**
+
+    `ValueError` if an abstract mesh does not say it.
+    """
+    device = mesh.abstract_mesh.abstract_device
+    if device is None:
+        raise UsageError(
+            f"mesh={mesh!r} does not say for which devices it is; give "
+            "jax.sharding.AbstractMesh an abstract_device=."
+        )
+    return device.platform
+
+
+def is_on_cpus(mesh: AnyMesh) -> bool:
     """Whether the devices of a mesh are CPUs."""
-    return mesh.devices.flat[0].platform == "cpu"
+    return platform_of(mesh) == "cpu"
 
 
-def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
+def devices_of(mesh: AnyMesh) -> list[Any]:
+    """The devices of a mesh, in its order; none of an abstract one."""
+    return [] if isinstance(mesh, AbstractMesh) else [*mesh.devices.flat]
+
+
+def check_batch_size(batch_size: int, mesh: AnyMesh, *, accumulate: int = 1) -> None:
     """Raise `ValueError` unless each microbatch divides over the mesh's batch axes."""
     sizes = axis_sizes(batch_axes(mesh), mesh)
     devices = math.prod(sizes.values())
@@ -224,7 +255,7 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> Non
         )
 
 
-def describe_mesh(mesh: Mesh) -> str:
+def describe_mesh(mesh: AnyMesh) -> str:
     """A mesh in one line: `8 x cpu (data=4, fsdp=2)`.
 
     **Arguments:**
@@ -236,7 +267,7 @@ def describe_mesh(mesh: Mesh) -> str:
     The number of devices, their platform, and the axes that are larger than 1.
     """
     sizes = format_mesh(used_axes(mesh.shape))
-    return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
+    return f"{mesh.size} x {platform_of(mesh)} ({sizes})"
 
 
 def used_axes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import SequenceKey
 from jaxtyping import PyTree
 
@@ -14,7 +14,7 @@ from ._leaf_rules import by_path
 from ._leaves import is_array, is_key, leaf_path
 from ._placement import named_leaves
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, rule_name
-from ._spec import check_spec, spec_axes
+from ._spec import AnyMesh, check_spec, spec_axes
 
 _Path = tuple[Any, ...]
 
@@ -37,7 +37,11 @@ class StateLeaf(NamedTuple):
 
 
 def decide_opt_state(
-    opt_state: PyTree, params: PyTree, decisions: Sequence[Decision], mesh: Mesh, rule: Rule
+    opt_state: PyTree,
+    params: PyTree,
+    decisions: Sequence[Decision],
+    mesh: AnyMesh,
+    rule: Rule,
 ) -> list[StateLeaf]:
     """The decision for each array of an optimizer's state.
 
@@ -93,7 +97,7 @@ def _ask(
     leaf: Any,
     param: str | None,
     of_param: Decision | None,
-    mesh: Mesh,
+    mesh: AnyMesh,
 ) -> Decision:
     """The decision for an array that is not shaped like its parameter, or has none."""
     own_path = f"opt_state.{path}" if path else "opt_state"
@@ -112,7 +116,7 @@ def _ask(
     return Decision(PartitionSpec(), rule_name(rule), note, undivided=lost)
 
 
-def is_split(spec: Any, mesh: Mesh) -> bool:
+def is_split(spec: Any, mesh: AnyMesh) -> bool:
     """Whether a spec splits anything on this mesh."""
     return any(mesh.shape[axis] > 1 for axis in spec_axes(spec))
 
@@ -131,7 +135,9 @@ def _for_other_shapes(rule: Rule) -> Rule:
 class _WhereItFits(by_path):
     """Specs that were written for the parameters, such as `P(None, "tensor")`."""
 
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """The spec of the first pattern found in the path, if the array can have it."""
         decision = super().decide(path, leaf, mesh)
         if decision is None:

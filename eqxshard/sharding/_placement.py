@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from .._errors import UsageError, UsageTypeError
@@ -17,10 +17,10 @@ from ._explicit import constrain_to
 from ._leaves import array_leaves, check_dtypes, is_array, leaf_path
 from ._mesh import batch_axes
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
-from ._spec import AXES, check_spec, only
+from ._spec import AXES, AnyMesh, check_spec, only
 
 
-def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
+def shardings(tree: PyTree, mesh: AnyMesh, rule: Rule) -> PyTree[NamedSharding | None]:
     """The sharding of each array of a PyTree, as a rule decides.
 
     **Arguments:**
@@ -45,13 +45,15 @@ def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | No
     return assign_shardings(tree, mesh, rule)
 
 
-def assign_shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
+def assign_shardings(
+    tree: PyTree, mesh: AnyMesh, rule: Rule
+) -> PyTree[NamedSharding | None]:
     """As `shardings`, for what may be a part of the PyTree that the rule is for."""
     return as_shardings(tree, mesh, decide_leaves(named_leaves(tree), mesh, rule))
 
 
 def as_shardings(
-    tree: PyTree, mesh: Mesh, decisions: Iterable[Decision]
+    tree: PyTree, mesh: AnyMesh, decisions: Iterable[Decision]
 ) -> PyTree[NamedSharding | None]:
     """The sharding of each array of a PyTree, as was decided."""
     decided = iter(decisions)
@@ -62,7 +64,7 @@ def as_shardings(
 
 
 def decide_leaves(
-    leaves: list[tuple[str, NamedLeaf]], mesh: Mesh, rule: Rule
+    leaves: list[tuple[str, NamedLeaf]], mesh: AnyMesh, rule: Rule
 ) -> list[Decision]:
     """The decision of a rule for each leaf; raise if it does not claim them all."""
     decisions, unclaimed = [], []

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import UsageError, UsageTypeError
-from ._spec import axes_of, check_spec, spec_on
+from ._spec import AnyMesh, axes_of, check_spec, spec_on
 
 #: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
 Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
@@ -67,22 +67,24 @@ class AbstractRule(abc.ABC):
         return f"{type(self).__name__}()"
 
     @abc.abstractmethod
-    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+    def decide(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
+    ) -> Decision | None:
         """The decision for one leaf, or `None`: not mine."""
 
     @abc.abstractmethod
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+    def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """Raise `ValueError` if the rule names an axis, path or dim that does not exist."""
 
     def __call__(
-        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
     ) -> PartitionSpec | None:
         decision = self.decide(path, leaf, mesh)
         return None if decision is None else decision.spec
 
 
 def apply_rule(
-    rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+    rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
 ) -> Decision | None:
     """Ask any rule about a leaf, and check that the answer is a spec that fits."""
     if isinstance(rule, AbstractRule):
@@ -99,7 +101,7 @@ def apply_rule(
     return decision
 
 
-def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
+def check_rule(rule: Rule, leaves: Leaves, mesh: AnyMesh) -> None:
     """Raise unless this is a rule, and the model and mesh have all that it names."""
     if isinstance(rule, AbstractRule):
         if leaves:
@@ -137,7 +139,7 @@ def axes_by_dim(leaf: jax.ShapeDtypeStruct) -> list[tuple[str, ...]]:
 
 
 def _check_decision(
-    decision: Decision, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+    decision: Decision, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
 ) -> None:
     if not isinstance(decision.spec, PartitionSpec):
         raise UsageTypeError(

@@ -13,6 +13,9 @@ from ._text import comma_list, did_you_mean
 #: others have size 1, so a rule written once is valid on all such meshes.
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
+#: A mesh of devices, or of ones that are not there.
+AnyMesh = Mesh | AbstractMesh
+
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
 Axes = str | tuple[str, ...]
 
@@ -29,12 +32,12 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
-def axis_sizes(axes: Iterable[str], mesh: Mesh | AbstractMesh) -> dict[str, int]:
+def axis_sizes(axes: Iterable[str], mesh: AnyMesh) -> dict[str, int]:
     """The sizes of some axes: 1 of those that the mesh does not have."""
     return {axis: mesh.shape.get(axis, 1) for axis in axes}
 
 
-def spec_on(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def spec_on(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
     """A spec without the axes that the mesh does not have, which split nothing."""
     if all(axis in mesh.shape for axis in spec_axes(spec)):
         return spec
@@ -61,7 +64,7 @@ def format_spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(map(repr, spec))})"
 
 
-def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
+def check_axis(axis: str, mesh: AnyMesh, where: str) -> None:
     """Raise `ValueError` unless the mesh has the axis, or could: one with axes of ours."""
     is_ours = {*mesh.axis_names} <= {*AXES}
     if axis not in mesh.shape and not (is_ours and axis in AXES):
@@ -73,7 +76,7 @@ def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
 
 
 def check_spec(
-    path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+    path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh
 ) -> None:
     """Raise `ValueError` unless a spec fits an array and a mesh."""
     where = f"{path or 'the array'} {shape}: {spec}"

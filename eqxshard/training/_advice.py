@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._errors import ON_PURPOSE, UsageTypeError
@@ -22,6 +21,7 @@ from ..compiled._causes import is_ours
 from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_axes
+from ..sharding._spec import AnyMesh
 from ..sharding._text import comma_list, did_you_mean, format_bytes
 from ..transforms._compiles import function_name
 from ._inputs import DeviceBatches
@@ -167,7 +167,7 @@ class Memory:
     """
 
     name: str
-    mesh: Mesh
+    mesh: AnyMesh
     parts: Mapping[str, int]
     temporaries: int | None
     peak: int | None

@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
@@ -20,6 +19,7 @@ from .._jax import dce_jaxpr
 from ..sharding._batch_weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
+from ..sharding._spec import AnyMesh
 from ..transforms._dtypes import at_least_float32
 
 
@@ -233,7 +233,7 @@ def mask_padding(batch: PyTree) -> PyTree:
 
 
 def sum_over_examples(
-    values: Mapping[str, Any], batch: PyTree, mesh: Mesh
+    values: Mapping[str, Any], batch: PyTree, mesh: AnyMesh
 ) -> dict[str, Float[Array, " *value"]]:
     """Sum values over a batch by weight; a scalar is taken for the mean.
 
@@ -248,7 +248,7 @@ def sum_over_examples(
 
 
 def _sum(
-    name: str, value: Any, weight: Float[Array, " batch"], mesh: Mesh
+    name: str, value: Any, weight: Float[Array, " batch"], mesh: AnyMesh
 ) -> Float[Array, " *value"]:
     if not eqx.is_array_like(value) or jnp.iscomplexobj(value):
         what = getattr(value, "dtype", type(value).__name__)

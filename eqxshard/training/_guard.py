@@ -10,14 +10,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..sharding._explicit import auto_mesh, constrain_to
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
-from ..sharding._spec import spec_axes
+from ..sharding._spec import AnyMesh, spec_axes
 from ..transforms._dtypes import at_least_float32
 from ._state import StateLayout
 from .rewrite._jaxprs import equations
@@ -118,7 +118,7 @@ def _changes(
     return [*zip(arrays, olds, broadcast_prefix(shardings, new), strict=True)]  # pyright: ignore
 
 
-def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
+def all_finite(changes: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
     """Whether no new array is infinite or nan where the old one was finite.
 
     (The best loss so far, in the state of an optimizer, may be infinite at first.) Each
@@ -131,7 +131,7 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     return (_finite_on_cpus if is_on_cpus(mesh) else _finite_on_gpus)(found, mesh)
 
 
-def _finite_on_cpus(found: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
+def _finite_on_cpus(found: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
     """As `all_finite`, with little code: each operand of per-device code takes XLA:CPU two
     milliseconds to compile, and one kernel for a deep model longer than its update.
     """
@@ -148,7 +148,7 @@ def _finite_on_cpus(found: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     return count(products) == 0
 
 
-def _finite_on_gpus(found: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
+def _finite_on_gpus(found: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
     """As `all_finite`, with few kernels and little memory."""
     new, old, shardings = map(list, zip(*found))
     specs = [sharding.spec for sharding in shardings]
@@ -176,7 +176,7 @@ def _count(masks: list[Array], small: int, axes: tuple[str, ...]) -> Int[Array, 
     return jax.lax.psum(count, axes) if axes else count
 
 
-def _used_axes(specs: Sequence[PartitionSpec], mesh: Mesh) -> tuple[str, ...]:
+def _used_axes(specs: Sequence[PartitionSpec], mesh: AnyMesh) -> tuple[str, ...]:
     """The axes that split an array, in the mesh's order: a set's would differ from one
     process to the next.
     """

@@ -25,9 +25,10 @@ from ..sharding._explicit import (
     user_axes,
 )
 from ..sharding._leaves import array_leaves, as_weak_as, format_array, is_array, is_key
-from ..sharding._mesh import check_mesh
+from ..sharding._mesh import check_is_mesh, check_mesh, devices_of
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ..sharding._spec import AnyMesh
 from ._advice import explaining_state, short_traceback
 from ._donation import any_donated, copy_shared
 from ._jit import jit_is_off
@@ -120,6 +121,7 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
+    check_is_mesh(mesh)
     with short_traceback(), no_explicit_context(), jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         like = traced.like
@@ -177,7 +179,7 @@ def abstract_state(
     optim: optax.GradientTransformation,
     *,
     key: Key[Array, ""] | UInt32[Array, "2"],
-    mesh: Mesh,
+    mesh: AnyMesh,
     rule: Rule,
     trainable: PyTree = True,
     precision: Precision | None = None,
@@ -189,8 +191,10 @@ def abstract_state(
 
     **Arguments:**
 
-    - `make_model`, `optim`, `key`, `mesh`, `rule`, `trainable`, `precision`: as for
+    - `make_model`, `optim`, `key`, `rule`, `trainable`, `precision`: as for
         [`eqxshard.init_state`][].
+    - `mesh`: from [`eqxshard.make_mesh`][], or a `jax.sharding.AbstractMesh` with an
+        `abstract_device`, for devices that are not there.
 
     **Returns:**
 
@@ -229,7 +233,7 @@ def _trace(
     make_model: Callable[[Any], PyTree],
     optim: optax.GradientTransformation,
     key: Any,
-    mesh: Mesh,
+    mesh: AnyMesh,
     rule: Rule,
     trainable: PyTree,
     precision: Precision | None,
@@ -241,7 +245,7 @@ def _trace(
     if not isinstance(key, jax.Array):
         raise UsageTypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
     check_not_taken(key)
-    if spans_processes(mesh.devices.flat):
+    if spans_processes(devices_of(mesh)):
         data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
         assert_same_on_all_processes("state", {"key": data.tolist()})
 

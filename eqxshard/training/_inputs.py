@@ -28,9 +28,11 @@ from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
     describe_mesh,
+    devices_of,
     format_sharding,
 )
 from ..sharding._placement import filter_shard
+from ..sharding._spec import AnyMesh
 from ..transforms._partition import Static, partition
 from ._donation import check_not_donated
 from .rewrite._interpreter import looks_for_nan
@@ -52,7 +54,7 @@ class DeviceBatches(eqx.Module):
     weight: Float[Array, "steps batch"] | None
     count: Int[Array, ""]
 
-    def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
+    def batch(self, step: Int[Array, ""], mesh: AnyMesh) -> dict[str, Array]:
         """The batch of one of the steps."""
         rows = self.rows[step]
         batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
@@ -93,9 +95,9 @@ def sharding_on_mesh(array: Any) -> NamedSharding | None:
     return sharding if on_mesh else None
 
 
-def check_devices(arrays: list[Any], mesh: Mesh, name: str) -> None:
+def check_devices(arrays: list[Any], mesh: AnyMesh, name: str) -> None:
     """Refuse arrays on other devices than those of a step's mesh."""
-    devices = [*mesh.devices.flat]
+    devices = devices_of(mesh)
     for array in arrays:
         sharding = sharding_on_mesh(array)
         if sharding is not None:
@@ -113,7 +115,7 @@ def check_devices(arrays: list[Any], mesh: Mesh, name: str) -> None:
             )
 
 
-def mesh_of(arrays: list[Any], what: str, remedy: str = "") -> Mesh:
+def mesh_of(arrays: list[Any], what: str, remedy: str = "") -> AnyMesh:
     """The mesh that arrays are on."""
     for sharding in map(sharding_on_mesh, arrays):
         if sharding is not None:
@@ -143,7 +145,7 @@ class _Batch:
         self._leading = leading
         self._stacked = len(leading) > 1
 
-    def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
+    def check(self, batch: PyTree, mesh: AnyMesh, accumulate: int = 1) -> None:
         """Raise unless a batch has rows that divide, and is where the step takes it."""
         if isinstance(batch, DeviceBatches):
             raise UsageTypeError(
@@ -179,7 +181,7 @@ class _Batch:
                     "place it with filter_shard(batch, batch_sharding(mesh))."
                 )
 
-    def shapes(self, batch: PyTree, mesh: Mesh) -> PyTree:
+    def shapes(self, batch: PyTree, mesh: AnyMesh) -> PyTree:
         """The shapes and types of a batch that a step takes, wherever it is."""
         self.check(batch, mesh)
         wanted = self.sharding(mesh)
@@ -203,11 +205,11 @@ class _Batch:
             return step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
-    def sharding(self, mesh: Mesh) -> NamedSharding:
+    def sharding(self, mesh: AnyMesh) -> NamedSharding:
         """The sharding that the step takes a batch in; `None` for any."""
         return batch_sharding(mesh, stacked=self._stacked)
 
-    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+    def repeat(self, step: _Step, mesh: AnyMesh) -> _Step:
         """A function that takes a step for each batch, and stacks what these return."""
         if not self._stacked:
             return step
@@ -221,7 +223,7 @@ class _Resident:
 
     suffix = "s"
 
-    def check(self, batch: DeviceBatches, mesh: Mesh, accumulate: int = 1) -> None:
+    def check(self, batch: DeviceBatches, mesh: AnyMesh, accumulate: int = 1) -> None:
         check_batch_size(batch.rows.shape[1], mesh, accumulate=accumulate)
         if isinstance(batch.rows, Tracer):
             return
@@ -232,17 +234,17 @@ class _Resident:
                 f"{describe_mesh(mesh)}; make the loader and the step with the same mesh."
             )
 
-    def shapes(self, batch: DeviceBatches, mesh: Mesh) -> DeviceBatches:
+    def shapes(self, batch: DeviceBatches, mesh: AnyMesh) -> DeviceBatches:
         return batch
 
     def program(self, step: str, batch: DeviceBatches) -> str:
         examples = jax.tree.leaves(batch.examples)[0].shape[0]
         return f"{step}.many (length up to {len(batch.rows)}, {examples} examples)"
 
-    def sharding(self, mesh: Mesh) -> None:
+    def sharding(self, mesh: AnyMesh) -> None:
         return None
 
-    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+    def repeat(self, step: _Step, mesh: AnyMesh) -> _Step:
         # A loop over the steps to take, so that any number of them up to the capacity
         # shares one compiled program.
         def steps(arrays: Any, kept: Any, batch: DeviceBatches) -> tuple[Any, Any]:
@@ -277,7 +279,7 @@ def several_batches(batches: PyTree) -> StepInput:
 def placed(
     kind: StepInput,
     batch: PyTree,
-    mesh: Mesh,
+    mesh: AnyMesh,
     wanted: NamedSharding | None,
     accumulate: int = 1,
 ) -> PyTree:
@@ -351,12 +353,12 @@ def _check_host_arrays(batch: PyTree) -> None:
     check_integers(arrays, "make them fit")
 
 
-def check_same(batch: PyTree, mesh: Mesh) -> None:
+def check_same(batch: PyTree, mesh: AnyMesh) -> None:
     """Refuse a batch of which each process has other rows: each must have the whole.
 
     Arrays that are on a mesh have the rows of all processes.
     """
-    if not spans_processes(mesh.devices.flat):
+    if not spans_processes(devices_of(mesh)):
         return
     ours = {
         leaf_path(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()

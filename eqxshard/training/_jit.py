@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import UsageError
@@ -21,14 +21,18 @@ from ..sharding._explicit import (
     to_auto,
     to_explicit,
 )
-from ..sharding._mesh import is_on_cpus
+from ..sharding._mesh import is_on_cpus, platform_of
 from ..sharding._placement import broadcast_prefix
+from ..sharding._spec import AnyMesh
 from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, note_checks, number_checks, without_unused
 from .rewrite._convolutions import fast_convolution, fast_convolutions
 from .rewrite._guards import guard_partitioner, sum_tables_whole
 from .rewrite._interpreter import Interpreter, is_rewriting, run_rewritten
 from .rewrite._types import erase_types
+
+#: What JAX calls a platform that it lowers for, where the devices call it otherwise.
+_LOWERED_AS = {"gpu": "cuda"}
 
 _DEBUG_NANS_LATE = (
     "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
@@ -37,7 +41,7 @@ _DEBUG_NANS_LATE = (
 
 
 def jit_on(
-    mesh: Mesh,
+    mesh: AnyMesh,
     fn: Callable[..., Any],
     name: str,
     tracing: Callable[..., contextlib.AbstractContextManager[None]] = lambda *args: (
@@ -99,11 +103,24 @@ def jit_on(
     options["out_shardings"] = (given, replicated)
     chosen = options.get("compiler_options") or {}
     _check_options(chosen, mesh)
-    options["compiler_options"] = (cpu_options() if is_on_cpus(mesh) else {}) | {**chosen}
+    options["compiler_options"] = options_for(mesh, chosen)
     return jax.jit(traced, **options)
 
 
-def step_rules(mesh: Mesh, errors: Errors) -> Interpreter:
+def options_for(mesh: AnyMesh, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of XLA for a program on a mesh; those that were chosen go first."""
+    return (cpu_options() if is_on_cpus(mesh) else {}) | {**(chosen or {})}
+
+
+def lower_for(mesh: AnyMesh, traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """Lower a program for the devices of a mesh, which may not be there."""
+    if not isinstance(mesh, AbstractMesh):
+        return traced.lower()
+    platform = _LOWERED_AS.get(platform_of(mesh), platform_of(mesh))
+    return traced.lower(lowering_platforms=(platform,))
+
+
+def step_rules(mesh: AnyMesh, errors: Errors) -> Interpreter:
     """The rules for programs that run on a mesh.
 
     **Arguments:**
@@ -148,11 +165,13 @@ def _xla_flags() -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _check_options(options: Mapping[str, Any], mesh: Mesh) -> None:
+def _check_options(options: Mapping[str, Any], mesh: AnyMesh) -> None:
     """Raise `ValueError` if XLA does not take some options, by a function of nothing."""
     if not options:
         return
-    place = NamedSharding(mesh, PartitionSpec())
+    # Devices that are not there compile nothing, and options are the same for all.
+    is_there = not isinstance(mesh, AbstractMesh)
+    place = NamedSharding(mesh, PartitionSpec()) if is_there else None
     probe = jax.jit(lambda: jnp.zeros(()), out_shardings=place)
     try:
         probe.lower().compile(compiler_options={**options})

@@ -1,30 +1,31 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._jax import Literal, frames_of, scope_of
 from ..compiled._causes import plain_dims, user_frame
 from ..compiled._findings import REWRITTEN, Finding
-from ..compiled._hlo import Frame, parse_module
-from ..compiled._lint_text import Argument, TextLint, unread_is_warned
+from ..compiled._hlo import Frame, Module, parse_module
+from ..compiled._lint_text import Argument, LintedStep, TextLint, unread_is_warned
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
 from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import NamedLeaf, Rule, check_rule
+from ..sharding._spec import AnyMesh
 from ..sharding._text import first_few
 from ._inputs import STACKED_BATCHES, DeviceBatches, StepInput
 from ._jit import Program
 from ._optimizer import PER_LAYER, UPDATE, is_stacked
 from ._state import TrainState, split_model, without_state
-from .rewrite._jaxprs import all_jaxprs, consts_of, jaxprs_in, open_jaxpr
+from .rewrite._jaxprs import all_jaxprs, consts_of, equations, jaxprs_in, open_jaxpr
 
 if TYPE_CHECKING:
     from ._step import Call
@@ -55,16 +56,48 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
     - `program`: what was compiled for it.
     - `batch`: the batch that it was compiled for.
     """
-    step, key = call.variant, call.key
-    if call.state is not None:
-        model, leaves = call.state.model, array_leaves(call.state)
-        donated = [each.memory_kind != HOST_MEMORY for each in step.shardings]
-        named = named_leaves(model)
+    yield from lint_traced(call, program.jaxpr)
+    with _unread_is_warned():
+        linted = describe_step(call, program.jaxpr, batch)
+        yield from lint_text(parse_module(program.text), linted)
+
+
+def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
+    """The findings in a step before it is compiled.
+
+    **Arguments:**
+
+    - `call`: what the step is called with.
+    - `jaxpr`: what was traced.
+    """
+    step, state = call.variant, call.state
+    if state is not None:
+        model, named = state.model, named_leaves(state.model)
         yield from lint_model(named, step.mesh, step.rule)
-        yield from _lint_opt_state(call.state, named, step.mesh, step.rule)
+        yield from _lint_opt_state(state, named, step.mesh, step.rule)
     else:
-        model, _ = without_state(key.kept.static.combine(call.kept))
-        leaves, named = array_leaves(model, "model"), []
+        model, named = _kept_model(call), []
+    with _unread_is_warned():
+        compute = None if step.precision is None else step.precision.compute
+        if compute is None:
+            floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
+            compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
+        yield from lint_jaxpr([*all_jaxprs(jaxpr)], compute)
+        if state is not None:
+            yield from _lint_update(state, named, jaxpr)
+
+
+def describe_step(call: "Call", jaxpr: Any, batch: PyTree) -> LintedStep:
+    """What lint has to know of a step to read its text.
+
+    **Arguments:** as for `lint_traced`; `batch` is the batch that it is compiled for.
+    """
+    step = call.variant
+    if call.state is not None:
+        leaves = array_leaves(call.state)
+        donated = [each.memory_kind != HOST_MEMORY for each in step.shardings]
+    else:
+        leaves = array_leaves(_kept_model(call), "model")
         donated = [False] * len(leaves)
     arguments = [
         Argument(
@@ -76,28 +109,31 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
         )
         for number, ((path, leaf), is_donated) in enumerate(zip(leaves, donated))
     ]
-    with unread_is_warned(
+    return LintedStep(
+        dict(step.mesh.shape),
+        arguments,
+        _batch_entries(call.key.kind, batch),
+        scanned_shapes([*all_jaxprs(jaxpr)]),
+    )
+
+
+def lint_text(module: Module, step: LintedStep) -> Iterator[Finding]:
+    """The findings in the compiled text of a step."""
+    yield from dict.fromkeys(TextLint(module, step).findings())
+
+
+def _kept_model(call: "Call") -> PyTree:
+    """The model that a step measures."""
+    return without_state(call.key.kept.static.combine(call.kept))[0]
+
+
+def _unread_is_warned() -> contextlib.AbstractContextManager[None]:
+    return unread_is_warned(
         "a step", ", and make the step with lint='off' until it is mended"
-    ):
-        compute = None if step.precision is None else step.precision.compute
-        if compute is None:
-            floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
-            compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
-        parts = [*all_jaxprs(program.jaxpr)]
-        yield from lint_jaxpr(parts, compute)
-        if call.state is not None:
-            yield from _lint_update(call.state, named, program.jaxpr)
-        text = TextLint(
-            parse_module(program.text),
-            dict(step.mesh.shape),
-            arguments,
-            _batch_entries(key.kind, batch),
-            scanned_shapes(parts),
-        )
-        yield from dict.fromkeys(text.findings())
+    )
 
 
-def lint_model(leaves: _Leaves, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
+def lint_model(leaves: _Leaves, mesh: AnyMesh, rule: Rule) -> Iterator[Finding]:
     """The findings in how a rule splits the arrays of a model: `whole` and `unmatched`."""
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
         # The split of a vector saves too little to be missed.
@@ -119,7 +155,7 @@ def lint_model(leaves: _Leaves, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
 
 
 def _lint_opt_state(
-    state: TrainState, leaves: _Leaves, mesh: Mesh, rule: Rule
+    state: TrainState, leaves: _Leaves, mesh: AnyMesh, rule: Rule
 ) -> Iterator[Finding]:
     """Arrays of the optimizer's state that are whole, and larger than their parameter."""
     # And of the frozen arrays, for which there is nothing in the state.
@@ -189,6 +225,11 @@ def lint_jaxpr(parts: _Parts, compute: Any) -> Iterator[Finding]:
                 f"the step calls the host ({function}), and devices wait for it. Return "
                 "values as metrics instead, and compute on the device.",
             )
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Whether a program calls the host."""
+    return any(eqn.primitive.name in _CALLBACKS for eqn in equations(jaxpr))
 
 
 def scanned_shapes(parts: _Parts) -> set[_Shape]:

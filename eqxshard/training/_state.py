@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from .._errors import UsageError, UsageTypeError
@@ -27,7 +27,7 @@ from ..sharding._placement import (
     named_leaves,
 )
 from ..sharding._rule import Rule, rule_name
-from ..sharding._spec import spec_axes
+from ..sharding._spec import AnyMesh, spec_axes
 from ..sharding._text import comma_list, format_mesh
 from ..transforms._partition import Static, partition
 from ._donation import check_state_not_donated
@@ -335,7 +335,7 @@ class StateLayout(NamedTuple):
     rule: Rule
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> AnyMesh:
         """The mesh that a state is on."""
         return self.replicated.mesh  # pyright: ignore[reportReturnType]
 
@@ -354,7 +354,7 @@ def make_layout(
     model: PyTree,
     params: PyTree,
     opt_state: PyTree,
-    mesh: Mesh,
+    mesh: AnyMesh,
     rule: Rule,
 ) -> StateLayout:
     """Ask the rule about every array of a state.
@@ -424,7 +424,7 @@ def _move(opt_state: PyTree, layout: StateLayout, to: Any) -> PyTree:
 
 
 def unused_axes(
-    state: TrainState, mesh: Mesh, rule: Rule, lower: Callable[[], jax.stages.Lowered]
+    state: TrainState, mesh: AnyMesh, rule: Rule, lower: Callable[[], jax.stages.Lowered]
 ) -> Iterator[str]:
     """What to warn of: a rule, or axes, that split nothing.
 
@@ -451,7 +451,7 @@ def unused_axes(
 
 
 def repeated_axes(
-    state: TrainState, mesh: Mesh, lower: Callable[[], jax.stages.Lowered]
+    state: TrainState, mesh: AnyMesh, lower: Callable[[], jax.stages.Lowered]
 ) -> list[str]:
     """The axes over which nothing is split, so that their devices repeat the same work.
 
@@ -466,7 +466,7 @@ def describe_repeated(axis: str, size: int) -> str:
     return f"nothing is split over {axis}={size}, so its devices repeat the same work"
 
 
-def _idle_axes(state: TrainState, mesh: Mesh) -> dict[str, int]:
+def _idle_axes(state: TrainState, mesh: AnyMesh) -> dict[str, int]:
     """The axes that split no array of the model and the optimizer's state."""
     arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
     split = {axis for array in arrays for axis in spec_axes(array.sharding.spec)}

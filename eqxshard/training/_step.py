@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._errors import ON_PURPOSE, UsageError
@@ -20,6 +20,7 @@ from ..sharding._batch_weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
+from ..sharding._spec import AnyMesh
 from ..transforms._compiles import MAX_PROGRAMS, CompileLog, function_name
 from ._advice import (
     Memory,
@@ -45,7 +46,7 @@ from ._inputs import (
     is_elsewhere,
     placed,
 )
-from ._jit import Program, call_jitted, jit_on
+from ._jit import Program, call_jitted, jit_on, lower_for
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
 
@@ -90,7 +91,7 @@ class Variant:
     """
 
     fn: Callable[..., tuple[list[Any], Metrics]]
-    mesh: Mesh
+    mesh: AnyMesh
     precision: Precision | None
     accumulate: int = 1
     rule: Any = None
@@ -115,10 +116,14 @@ class Call(NamedTuple):
     arrays: list[Any]
     kept: list[Any]
 
+    def trace(self, batch: PyTree) -> jax.stages.Traced:
+        """Trace the program."""
+        shapes = self.key.kind.shapes(batch, self.variant.mesh)
+        return self.variant.jitted.trace(self.arrays, self.kept, shapes)
+
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lower the program."""
-        shapes = self.key.kind.shapes(batch, self.variant.mesh)
-        return self.variant.jitted.lower(self.arrays, self.kept, shapes)
+        return lower_for(self.variant.mesh, self.trace(batch))
 
 
 class InFlight:
@@ -327,13 +332,12 @@ class StepMachine:
         # Only a first call needs it, and what reads compiled programs.
         from ._lint_step import lint_step
 
-        key, variant, state, arrays, kept = call
+        key, variant, state, arrays, _ = call
         if state is not None:
             arrays = [*map(_abstract, arrays, variant.shardings)]
             call = call._replace(state=unflatten_state(arrays, key.static), arrays=arrays)
         # A call with arguments like them compiles nothing then: JAX keeps the executable.
-        shapes = key.kind.shapes(batch, variant.mesh)
-        traced = variant.jitted.trace(arrays, kept, shapes)
+        traced = call.trace(batch)
         program = Program(traced.jaxpr, traced.lower().compile())
         return program, [*lint_step(call, program, batch)]
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._errors import NonfiniteError, UsageError, UsageTypeError
 from ..compiled._findings import Lint
 from ..sharding._leaves import array_leaves
 from ..sharding._rule import Rule
+from ..sharding._spec import AnyMesh
 from ._examples import Metrics
 from ._init import check_has_arrays
 from ._inputs import ONE_BATCH, DeviceBatches, several_batches
@@ -30,7 +30,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     optim: optax.GradientTransformation,
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     rule: Rule | None = None,
     trainable: PyTree = None,
     accumulate: int = 1,

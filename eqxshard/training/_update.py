@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import UsageError, UsageTypeError
@@ -23,6 +23,7 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding, check_mesh
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
+from ..sharding._spec import AnyMesh
 from ..transforms._dtypes import at_least_float32
 from ..transforms._partition import Static
 from ._advice import check_takes
@@ -69,7 +70,7 @@ class StepConfig:
 
     loss_fn: Callable[..., Any]
     optim: optax.GradientTransformationExtraArgs
-    mesh: Mesh | None
+    mesh: AnyMesh | None
     rule: Rule | None
     trainable: PyTree
     accumulate: int
@@ -340,7 +341,7 @@ def accumulate_gradients(
     gradient: Callable[..., tuple[PyTree, tuple[PyTree, PyTree]]],
     batch: PyTree,
     count: int,
-    mesh: Mesh,
+    mesh: AnyMesh,
     model_state: PyTree,
     key: Array,
 ) -> tuple[PyTree, tuple[PyTree, PyTree]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
@@ -30,7 +30,7 @@ from ..sharding._explicit import (
 from ..sharding._leaves import leaf_path, stacked_depth
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import compute_sharding
-from ..sharding._spec import axes_of
+from ..sharding._spec import AnyMesh, axes_of
 from ._advice import add_advice
 from ._precision import Precision, cast
 from ._state import state_indices
@@ -52,7 +52,7 @@ def call_as_used(
     update: Mapping[str, PyTree[NamedSharding | None]],
     batch: PyTree,
     others: tuple[PyTree, ...],
-    mesh: Mesh,
+    mesh: AnyMesh,
     precision: Precision | None,
 ) -> Any:
     """Call `fn(given, batch, *others)`, all cast, gathered and on the mesh of a step.
@@ -178,7 +178,7 @@ def gather_all(
     model: PyTree,
     storage: PyTree[NamedSharding | None],
     update: PyTree[NamedSharding | None],
-    mesh: Mesh,
+    mesh: AnyMesh,
     precision: Precision | None = None,
 ) -> tuple[PyTree, list[Stored | None]]:
     """A model as it is used: each array gathered along the axes that split the batch.

@@ -18,7 +18,7 @@ from lint_helpers import (
 
 import eqxshard
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.compiled._lint_text import Argument, TextLint
+from eqxshard.compiled._lint_text import Argument, LintedStep, TextLint
 
 
 class Layer(eqx.Module):
@@ -182,5 +182,5 @@ def test_an_array_whose_memory_is_not_reused():
         Argument(f"arrays[{n}]", path, (256, 64), donated=True, in_model=False)
         for n, path in enumerate(("reused", "kept"))
     ]
-    (finding,) = TextLint(module, {"data": 8}, arguments, {}, set()).findings()
+    (finding,) = TextLint(module, LintedStep({"data": 8}, arguments, {}, ())).findings()
     assert (finding.kind, finding.leaf) == ("donation", "kept")

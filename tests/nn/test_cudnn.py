@@ -4,13 +4,14 @@ What is compiled for GPUs is tested in gpu/test_attention.py.
 """
 
 import functools as ft
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_helpers import assert_close, by_hand, with_gradients
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh, on
 
@@ -18,6 +19,7 @@ from eqxshard import testing
 from eqxshard.nn import attention
 
 SEQ = 16
+CALL = "__cudnn$fmha"
 
 
 def arrays(dtype, batch=(3,), dim=8):
@@ -37,10 +39,64 @@ def primitives(fn, *args):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn):
-    assert "dot_product_attention_fwd" in primitives(attention, *arrays(dtype)[:3])
+    assert CALL in primitives(attention, *arrays(dtype)[:3])
     # Not if it could not compute it.
     for other in (arrays(jnp.float32), arrays(dtype, dim=12)):
-        assert "dot_product_attention_fwd" not in primitives(attention, *other[:3])
+        assert CALL not in primitives(attention, *other[:3])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_it_is_chosen_on_a_mesh_of_gpus_that_are_not_there(dtype):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    for platform, chosen in ((device, True), (None, False)):
+        mesh = AbstractMesh(
+            (2, 4), ("data", "tensor"), (AxisType.Auto,) * 2, abstract_device=platform
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert (CALL in primitives(attention, *arrays(dtype, (2,))[:3])) == chosen
+            for other in (arrays(jnp.float32, (2,)), arrays(dtype, (2,), dim=12)):
+                assert CALL not in primitives(attention, *other[:3])
+
+
+def calls_for_gpus(fn, *args):
+    """The calls of cuDNN in a function and its gradient: their attributes and types."""
+
+    def loss(*arrays):
+        return jnp.sum(fn(*arrays).astype(jnp.float32))
+
+    jitted = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call (@__cudnn\S+)\(.*?\) (\{.*)", text)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "options, packed",
+    [
+        ({}, False),
+        ({"causal": True}, False),
+        ({"causal": True, "window": 5}, False),
+        ({}, True),
+        ({"causal": True}, True),
+    ],
+)
+def test_the_calls_are_those_of_jax(options, packed, cudnn, as_scripts_run):
+    args = arrays(jnp.bfloat16)[:3]
+    of = segments() if packed else None
+    ours = ft.partial(attention, segments=of, scale=0.3, **options)
+    mask, window = None, options.get("window")
+    if packed:
+        mask = (segments()[:, :, None] == segments()[:, None, :])[:, None]
+    theirs = ft.partial(
+        jax.nn.dot_product_attention,
+        mask=mask,
+        is_causal=options.get("causal", False),
+        scale=0.3,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    found = calls_for_gpus(ours, *args)
+    assert len(found) == 2 and found == calls_for_gpus(theirs, *args)
 
 
 @pytest.mark.slow
@@ -48,7 +104,7 @@ def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn):
 def test_elsewhere_it_is_exact(packed, cudnn):
     args = arrays(jnp.bfloat16)
     fn = ft.partial(attention, causal=True, segments=segments() if packed else None)
-    assert "dot_product_attention_fwd" in primitives(fn, *args[:3])
+    assert CALL in primitives(fn, *args[:3])
     expected = by_hand(args, causal=True, segments=segments() if packed else None)
     assert_close(with_gradients(fn)(*args), expected, 2**-6)
 
@@ -56,17 +112,24 @@ def test_elsewhere_it_is_exact(packed, cudnn):
 @pytest.fixture
 def like_cudnn(monkeypatch, cudnn, as_scripts_run):
     """Have the CPU compute what cuDNN would, by the same function of JAX."""
-    compute = jax.nn.dot_product_attention
     keys = []
 
-    def computed(query, key, value, *, implementation, **options):
+    def computed(options, query, key, value, mask):
         keys.append(key.shape[1])
-        return compute(query, key, value, implementation="xla", **options)
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask[:, None],
+            is_causal=options.causal,
+            scale=options.scale,
+            implementation="xla",
+        )
 
     def on_gpus(*arrays, cuda, default):
         return cuda(*arrays)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", computed)
+    monkeypatch.setattr("eqxshard.nn._cudnn._dot_product", computed)
     monkeypatch.setattr(jax.lax, "platform_dependent", on_gpus)
     return keys
 
@@ -115,26 +178,20 @@ def test_long_sequences_of_documents_are_exact(documents, options, how, like_cud
     assert {704, 1408, 2112} <= {*like_cudnn}
 
 
-@pytest.mark.parametrize("jax_version", [None, (0, 10, 1)], ids=["this JAX", "0.10.1"])
-def test_inside_per_device_code_it_is_exact(cudnn, monkeypatch, jax_version):
-    if jax_version:
-        monkeypatch.setattr(jax, "__version_info__", jax_version)
-    old = jax.__version_info__ < (0, 10, 2)
+def test_inside_per_device_code_it_is_exact(cudnn):
     mesh, (query, key, value, _) = make_mesh(stage=2, tensor=2), arrays(jnp.bfloat16, (4,))
     attend = ft.partial(attention, causal=True)
     spec = P("stage")
     staged = jax.shard_map(
         attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}
     )
-    uses_cudnn = "dot_product_attention_fwd" in primitives(staged, query, key, value)
-    assert uses_cudnn == (not old)
+    assert CALL in primitives(staged, query, key, value)
     result = jax.jit(staged)(query, key, value).astype(jnp.float32)
     exact = attend(*(x.astype(jnp.float32) for x in (query, key, value)))
     np.testing.assert_allclose(result, exact, 0, 2**-6)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="needs JAX 0.10.2")
 def test_cudnn_has_long_sequences_of_documents_inside_per_device_code(cudnn):
     mesh = make_mesh(stage=2, data=2, tensor=2)
     like = jax.ShapeDtypeStruct((4, 2100, 2, 8), jnp.bfloat16)
@@ -155,4 +212,4 @@ def test_cudnn_has_long_sequences_of_documents_inside_per_device_code(cudnn):
 
     found = primitives(jax.grad(loss, argnums=(0, 1, 2)), like, like, like, segments)
     # In each direction for one, two and all three chunks of keys.
-    assert found.count("dot_product_attention_bwd_wrapper") == 3
+    assert found.count("SoftmaxBackward") == 3

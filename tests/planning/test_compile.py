@@ -8,16 +8,15 @@ import numpy as np
 import optax
 import pytest
 from helpers import needs_new_jax
-from plan_helpers import REQUEST
 
 import eqxshard
-from eqxshard.planning._compile import (
-    compile_plan,
-    make_state,
-)
+from eqxshard.planning import Target
+from eqxshard.planning._child import compile_request
+from eqxshard.planning._lower import find_place, lower_ours
 from eqxshard.planning._read import read_dump
 
-PARTITIONED = "module_0001.jit_train_step.0001.after_spmd-partitioning.txt"
+PARTITIONED = "module_0001.planned_step.0001.after_spmd-partitioning.txt"
+H200 = Target.named("h200")
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def dump(tmp_path):
     return tmp_path
 
 
-def plan_mlp(dump, **fields):
+def plan_mlp(dump, target=H200, **changes):
     """By this process, but for the text."""
     given: dict[str, Any] = {
         "make_model": lint_helpers.MLP,
@@ -36,9 +35,13 @@ def plan_mlp(dump, **fields):
         "optim": lint_helpers.OPTIM,
         "rule": lint_helpers.FSDP,
         "batch": {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)},
+        "trainable": True,
+        "precision": None,
+        "accumulate": 1,
+        "compiler_options": None,
     }
-    request = dataclasses.replace(REQUEST, **{**given, **fields})
-    return compile_plan(request, make_state(request), dump)
+    place = find_place({"fsdp": 8}, target, None, "cpu")
+    return compile_request(lower_ours(place, **{**given, **changes}), dump)
 
 
 @needs_new_jax
@@ -73,7 +76,7 @@ def test_a_link_that_is_not_known_is_not_free(dump):
     )
 
     def plan(**fields):
-        return plan_mlp(dump, target=dataclasses.replace(REQUEST.target, **fields))
+        return plan_mlp(dump, dataclasses.replace(H200, **fields))
 
     hosts = plan(per_host=4)
     assert hosts.time is not None and hosts.time.links["fsdp"] > 0
@@ -85,10 +88,10 @@ def test_a_link_that_is_not_known_is_not_free(dump):
 
 
 def test_a_step_without_its_text_is_an_error_not_zeros(dump):
-    assert "ENTRY" in read_dump(dump, 8, "train_step")
+    assert "ENTRY" in read_dump(dump, 8, "planned_step")
     (dump / PARTITIONED).unlink()
     with pytest.raises(ValueError, match="nothing can be counted; remove --xla_dump flags"):
-        read_dump(dump, 8, "train_step")
+        read_dump(dump, 8, "planned_step")
 
 
 def test_the_arrays_of_a_model_are_all_that_the_plan_counts(plan):

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 from plan_helpers import BATCH, OPTIM, RULE, by_hand
@@ -10,7 +9,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard.planning import _search
-from eqxshard.planning._process import CompilerError, load_request
+from eqxshard.planning._child import CompilerError
 from eqxshard.planning._search import mesh_shapes, rank
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
@@ -57,9 +56,8 @@ def search(plan, monkeypatch):
     """Searches two meshes, of which fsdp=8 raises an error."""
 
     def search(error):
-        def run(data, compiler):
-            request: Any = load_request(data)
-            if request.mesh_shape["fsdp"] == 8:
+        def run(request):
+            if request.sizes["fsdp"] == 8:
                 raise error
             return plan
 
@@ -70,9 +68,8 @@ def search(plan, monkeypatch):
     return search
 
 
-@pytest.mark.parametrize("kind", [eqxshard.UsageError, CompilerError])
-def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(kind, search, plan, caplog):
-    assert search(kind("5 rows do not divide;\nuse 8.")) == [plan]
+def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(search, plan, caplog):
+    assert search(CompilerError("5 rows do not divide;\nuse 8.")) == [plan]
     (record,) = caplog.records
     assert record.getMessage() == (
         "the mesh of fsdp=8 is left out: 5 rows do not divide; use 8."

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..._jax import Literal, bind, mesh_of
@@ -43,6 +43,7 @@ from ...compiled._findings import REWRITTEN
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._mesh import batch_axes
 from ...sharding._placement import compute_sharding
+from ...sharding._spec import AnyMesh
 from ._jaxprs import Apply, Rule, jaxprs_in, open_jaxpr, varying_like
 
 _ANY = PartitionSpec.UNCONSTRAINED
@@ -64,9 +65,10 @@ class _Place:
     - `devices`: the number of parts that an array may have.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, convolve: _Convolve):
+    def __init__(self, mesh: AnyMesh, convolve: _Convolve):
         manual = mesh.abstract_mesh.manual_axes
         self.mesh, self.convolve = mesh, convolve
+        self.is_outermost = not manual
         self.left = [axis for axis in mesh.axis_names if axis not in manual]
         self.sizes = {axis: mesh.shape[axis] for axis in self.left if mesh.shape[axis] > 1}
         self.rows = tuple(axis for axis in batch_axes(mesh) if axis in self.sizes)
@@ -76,12 +78,12 @@ class _Place:
     def constrain(self, x: Array, spec: Sequence[Any]) -> Array:
         """Keep the dims with `None` in a spec whole; XLA may split the others."""
         place: Any = PartitionSpec(*spec)
-        if isinstance(self.mesh, Mesh):
+        if self.is_outermost:
             place = NamedSharding(self.mesh, place)
         return jax.lax.with_sharding_constraint(x, place)
 
 
-def guard_partitioner(mesh: Mesh, convolve: _Convolve) -> Rule:
+def guard_partitioner(mesh: AnyMesh, convolve: _Convolve) -> Rule:
     """The rule for convolutions and scatters that XLA would split wrongly.
 
     **Arguments:**
@@ -211,8 +213,7 @@ def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
 
     # Other axes are left to XLA; but not inside per-device code, as JAX 0.12 aborts if axes
     # become Manual out of the mesh's order.
-    is_outermost = isinstance(place.mesh, Mesh)
-    per_device_axes = {*(place.rows if is_outermost else place.left)}
+    per_device_axes = {*(place.rows if place.is_outermost else place.left)}
 
     def per_device(lhs: Array, rhs: Array) -> Array:
         inside = _Place(jax.sharding.get_abstract_mesh(), place.convolve)
@@ -223,7 +224,7 @@ def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
         lhs_spec, rhs_spec, out_spec = (_split_at(dim, place.rows) for dim in split[:3])
         out = jax.shard_map(
             per_device,
-            mesh=place.mesh if is_outermost else None,
+            mesh=place.mesh if place.is_outermost else None,
             in_specs=(lhs_spec, rhs_spec),
             out_specs=out_spec,
             axis_names=per_device_axes,

@@ -1,0 +1,254 @@
+"""The calls of cuDNN's attention, for the rows and heads of each device.
+
+They are those of `jax.nn.dot_product_attention`, as a test says. But JAX makes them only
+where cuDNN is installed, and has the process that lowers a step split them when it is
+compiled. These can be planned on any machine, and compiled by any process.
+"""
+
+import functools as ft
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from .._jax import varies_along
+from ..sharding._mesh import automatic_axes, batch_axes
+
+#: The largest head, and what divides its size, on all GPUs.
+MAX_HEAD, HEAD_MULTIPLE = 128, 8
+#: What a masked score gets: the least number would overflow in a sum of two.
+_MASKED = {"bfloat16": -2.0 * 2**40, "float16": -2.0 * 2**14}
+_TYPES = {"bfloat16": "BF16", "float16": "F16"}
+#: From the heads before the sequence, as cuDNN writes them, to behind it, and back.
+_SWAP = (0, 2, 1, 3)
+#: The products of each direction: the dims that they sum over, and those of the batch, of
+#: the left and the right factor.
+_FORWARD = {
+    "bmm1": ((3, 3), ((0, 2), (0, 2))),
+    "bmm2": ((3, 1), ((0, 1), (0, 2))),
+}
+_BACKWARD = {
+    "bmm1_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
+    "bmm1_grad_gemm2": ((3, 1), ((0, 1), (0, 2))),
+    "bmm2_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
+    "bmm2_grad_gemm2": ((3, 3), ((0, 2), (0, 2))),
+}
+
+
+class Call(NamedTuple):
+    """The static arguments of a call: `window` is 0 if there is none."""
+
+    causal: bool
+    window: int
+    scale: float
+
+
+def attend(
+    call: Call,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
+    mask: Bool[Array, "batch seq keys"] | None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention of a query, a key and a value; of which keys, `mask` says."""
+    return _attend(call, query, key, value, *([] if mask is None else [mask]))
+
+
+@ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, *arrays: Array) -> Array:
+    return in_rows(ft.partial(_forward, call), (4, 3), *arrays)[0]
+
+
+def _attend_forward(call: Call, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    made = in_rows(ft.partial(_forward, call), (4, 3), *arrays)
+    out, statistics = (checkpoint_name(x, "attention") for x in made)
+    return out, (*arrays, statistics, out)
+
+
+def _attend_backward(
+    call: Call, kept: tuple[Array, ...], grad: Array
+) -> tuple[Array | None, ...]:
+    grads = in_rows(ft.partial(_backward, call), 4, *kept, grad)
+    return *grads, *[None] * (len(kept) - 5)  # Of the mask, if there is one.
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def in_rows(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
+    """Call a function of batches per device; `jax.vmap` makes one batch of several.
+
+    **Arguments:**
+
+    - `fn`: of arrays `(batch, seq, heads, head_dim)`, and of others of fewer dims: masks
+        and segments, which are not floating, and numbers `(batch, heads, seq)`.
+    - `ranks`: the number of dims of what it returns: a prefix of it.
+    - `arrays`: its arguments; the first two are query and key.
+    """
+
+    @custom_vmap
+    def call(*arrays: Array) -> Any:
+        return _on_devices(fn, ranks, *arrays)
+
+    @call.def_vmap
+    def _(size: int, mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        rows = (
+            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_mapped in zip(arrays, mapped)
+        )
+        out = in_rows(fn, ranks, *(x.reshape(-1, *x.shape[2:]) for x in rows))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*arrays)
+
+
+def _on_devices(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
+    """Call a function per device over the axes over which the code around it is not."""
+    mesh, (query, key, *_) = jax.sharding.get_abstract_mesh(), arrays
+    axes = {*mesh.axis_names} - {*mesh.manual_axes}
+    if not axes:
+        return fn(*arrays)
+    rows = automatic_axes(batch_axes(mesh), len(query)) or None
+    heads = automatic_axes(("tensor",), query.shape[2], key.shape[2]) or None
+
+    by_rank = {4: PartitionSpec(rows, None, heads), 3: PartitionSpec(rows, heads)}
+
+    def spec(x: Array) -> PartitionSpec:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return by_rank[x.ndim] if is_float else PartitionSpec(rows)
+
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=tuple(map(spec, arrays)),
+        out_specs=jax.tree.map(by_rank.get, ranks),
+        axis_names=axes,
+    )(*arrays)
+
+
+def _bias(query: Array, mask: Sequence[Array]) -> list[Array]:
+    """What is added to the scores, of no mask or one."""
+    dtype = query.dtype
+    masked = jnp.asarray(_MASKED[dtype.name], dtype)
+    return [jnp.where(x[:, None], jnp.asarray(0, dtype), masked) for x in mask]
+
+
+def _forward(
+    call: Call, query: Array, key: Array, value: Array, *mask: Array
+) -> tuple[Array, Array]:
+    """The output, and what to go backward needs: a number for each row of scores."""
+    batch, seq, heads, dim = query.shape
+    bias = _bias(query, mask)
+    out, statistics = _call(
+        f"__cudnn$fmha{'ScaleBias' if bias else ''}Softmax",
+        _config(call, query, key, _FORWARD),
+        [(batch, heads, seq, dim)],
+        [((batch, heads, seq), np.float32)],
+        [query, key, value, *bias],
+    )
+    return out, statistics
+
+
+def _backward(call: Call, query: Array, key: Array, value: Array, *rest: Array) -> Any:
+    """The gradients of query, key and value."""
+    *mask, statistics, out, grad = rest
+    bias = _bias(query, mask)
+    shapes = [tuple(x.shape[i] for i in _SWAP) for x in (query, key, value)]
+    grads = _call(
+        f"__cudnn$fmha{'ScaleBias' if bias else ''}SoftmaxBackward",
+        _config(call, query, key, _BACKWARD),
+        shapes,
+        [(x.shape, x.dtype) for x in bias],
+        [query, key, value, statistics, grad, *bias, out],
+    )
+    return tuple(grads[:3])
+
+
+def _call(
+    name: str,
+    config: str,
+    swapped: Sequence[tuple[int, ...]],
+    plain: Sequence[tuple[tuple[int, ...], Any]],
+    operands: Sequence[Array],
+) -> list[Array]:
+    """The results of a call, but for its workspace: first those with swapped dims."""
+    query = operands[0]
+    results = [jax.ShapeDtypeStruct(shape, query.dtype) for shape in swapped]
+    results += [jax.ShapeDtypeStruct(*each) for each in plain]
+    made = jax.ffi.ffi_call(
+        name,
+        [*results, jax.ShapeDtypeStruct((0,), np.uint8)],
+        output_layouts=[_SWAP] * len(swapped) + [None] * (len(plain) + 1),
+        custom_call_api_version=2,
+        legacy_backend_config=config,
+    )(*operands)[:-1]
+    axes = tuple(varies_along(jax.typeof(query)))
+    varying = [jax.lax.pcast(x, axes, to="varying") if axes else x for x in made]
+    count = len(swapped)
+    return [*(jnp.transpose(x, _SWAP) for x in varying[:count]), *varying[count:]]
+
+
+def _config(call: Call, query: Array, key: Array, products: Any) -> str:
+    """What XLA reads of a call."""
+    batch, seq, heads, _ = query.shape
+    layout = {
+        "dim_level_types": [],
+        "dim_unique": [],
+        "dim_ordered": [],
+        "minor_to_major": ["3", "2", "1", "0"],
+        "tiles": [],
+        "element_size_in_bits": "0",
+        "memory_space": "0",
+        "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "dynamic_shape_metadata_prefix_bytes": "0",
+    }
+    config: dict[str, Any] = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": call.scale,
+        "intermediate_tensor_shape": {
+            "element_type": _TYPES[query.dtype.name],
+            "dimensions": [str(n) for n in (batch, heads, seq, key.shape[1])],
+            "tuple_shapes": [],
+            "layout": layout,
+            "is_dynamic_dimension": [False] * 4,
+        },
+        "is_flash_attention": True,
+        "mask_type": "CAUSAL" if call.causal else "NO_MASK",
+    }
+    for name, ((left, right), (left_batch, right_batch)) in products.items():
+        config[f"{name}_dot_dimension_numbers"] = {
+            "lhs_contracting_dimensions": [str(left)],
+            "rhs_contracting_dimensions": [str(right)],
+            "lhs_batch_dimensions": [str(i) for i in left_batch],
+            "rhs_batch_dimensions": [str(i) for i in right_batch],
+        }
+    config |= {
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": call.window,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
+    }
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": config})
+
+
+def fits(query: Any, key: Any, mask: Any) -> bool:
+    """Whether cuDNN can do attention of these shapes, and its gradient, on all GPUs."""
+    seq, keys, dim = query.shape[1], key.shape[1], query.shape[-1]
+    is_even = mask is None or seq % 2 == keys % 2 == 0
+    return dim <= MAX_HEAD and dim % HEAD_MULTIPLE == 0 and is_even
