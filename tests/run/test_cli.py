@@ -213,7 +213,7 @@ def test_a_script_beside_the_library_is_the_users():
 
 
 def fail_in_jax(args):
-    jax.numpy.zeros(3) + jax.numpy.zeros(4)
+    return jax.numpy.zeros(3) + jax.numpy.zeros(4)
 
 
 def test_a_script_may_always_show_all(run_main):
