@@ -40,25 +40,24 @@ def attention(
 
     - on a mesh that splits the sequence over `axis`, by
         [`eqxshard.parallel.ring_attention`][];
-    - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention
-        ([`jax.nn.dot_product_attention`][]), wherever cuDNN is installed and has it;
+    - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention, by
+        the calls of [`jax.nn.dot_product_attention`][], wherever cuDNN has it;
     - elsewhere by plain products, and where the sequence is long in chunks.
 
     Memory does not grow with the square of the sequence, of packed documents either: a
     long sequence of them reaches cuDNN in chunks of queries, each with a mask of the keys
     between the first and the last that it sees, and is computed again for the gradient.
 
-    Batch and heads stay split as they are. What the first and the last need to go backward
-    is named `"attention"`, for policies of [`jax.checkpoint`][] such as
-    `save_only_these_names("attention")`; cuDNN's operation is `dot_product_attention_fwd`.
-    `remat="dots"` of [`eqxshard.scan_layers`][] keeps all of these.
+    Batch and heads stay split over the axes of the batch and over `tensor`. What attention
+    needs to go backward is named `"attention"`, for policies of [`jax.checkpoint`][] such
+    as `save_only_these_names("attention")`; `remat="dots"` of [`eqxshard.scan_layers`][]
+    keeps it.
 
     **Arguments:**
 
     - `query`, `key`, `value`: those of a whole batch. (Under `jax.vmap`, give each example
-        a batch dim of 1; up to 1,024 positions, cuDNN then takes no `segments` before
-        JAX 0.12.) `heads` is a multiple of `kv_heads`: as many heads of queries share one
-        of keys and values.
+        a batch dim of 1.) `heads` is a multiple of `kv_heads`: as many heads of queries
+        share one of keys and values.
     - `causal`: whether a position sees only itself and earlier ones.
     - `window`: with `causal`, how many positions one sees at most: itself and the
         `window - 1` before it. (The `local_window_size` of JAX's function is

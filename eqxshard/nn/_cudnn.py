@@ -53,7 +53,7 @@ def supports(options: Options, query: Array, key: Array, segments: Array | None)
         return False
     except RuntimeError:
         # It is not installed here. Where the GPUs of the mesh are, it is.
-        return _is_for_gpus() and _cudnn_call.fits(*like, mask)
+        return _is_for_gpus() and _cudnn_call.fits(like[0], like[1], mask)
     return True
 
 

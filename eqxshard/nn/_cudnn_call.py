@@ -190,7 +190,7 @@ def _call(
         custom_call_api_version=2,
         legacy_backend_config=config,
     )(*operands)[:-1]
-    axes = tuple(varies_along(jax.typeof(query)))
+    axes = tuple(sorted(varies_along(jax.typeof(query))))
     varying = [jax.lax.pcast(x, axes, to="varying") if axes else x for x in made]
     count = len(swapped)
     return [*(jnp.transpose(x, _SWAP) for x in varying[:count]), *varying[count:]]

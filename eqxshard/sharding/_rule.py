@@ -11,6 +11,7 @@ from .._errors import UsageError, UsageTypeError
 from ._spec import AnyMesh, axes_of, check_spec, spec_on
 
 #: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
+#: The mesh may be a `jax.sharding.AbstractMesh`, which has no devices.
 Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
 
 #: The arrays of a PyTree, by their paths.
@@ -90,7 +91,7 @@ def apply_rule(
     if isinstance(rule, AbstractRule):
         decision = rule.decide(path, leaf, mesh)
     else:
-        spec = rule(path, leaf, mesh)
+        spec = rule(path, leaf, mesh)  # pyright: ignore[reportArgumentType]
         decision = None if spec is None else Decision(spec, rule_name(rule))
     if decision is not None:
         _check_decision(decision, path, leaf, mesh)

@@ -206,7 +206,7 @@ class Memory:
     def describe(self) -> str:
         """What this needs, what the devices have, and what to do."""
         stats: Mapping[str, int] = next(
-            (device.memory_stats() or {} for device in self.mesh.local_devices), {}
+            (device.memory_stats() or {} for device in self.mesh.local_devices or ()), {}
         )
         limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
         parts = dict(self.parts)

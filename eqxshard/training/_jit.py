@@ -73,7 +73,8 @@ def jit_on(
         if any_donated(leaves):
             raise FloatingPointError(_DEBUG_NANS_LATE)
         if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
-            with jax.set_mesh(mesh) if is_explicit(mesh) else contextlib.nullcontext():
+            there: Any = mesh  # Of devices, as there are arrays.
+            with jax.set_mesh(there) if is_explicit(mesh) else contextlib.nullcontext():
                 return fn(*args), None
         with tracing(*args):
             if not is_explicit(mesh):

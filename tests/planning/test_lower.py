@@ -144,9 +144,10 @@ def abstract(*sizes, **device):
 
 def test_abstract_meshes_are_for_shapes_alone(unannotated):
     device = AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu")
-    key, options = jax.random.key(0), {"rule": lint_helpers.FSDP}
+    key = jax.random.key(0)
+    options: dict[str, Any] = {"rule": lint_helpers.FSDP}
     given = lint_helpers.MLP, lint_helpers.OPTIM
-    mesh = abstract(4, 16, abstract_device=device)
+    mesh: Any = abstract(4, 16, abstract_device=device)
     state = eqxshard.abstract_state(*given, key=key, mesh=mesh, **options)
     assert state.model.up.sharding.shard_shape(state.model.up.shape) == (16, 64)
     assert "on 64 x cpu" in str(eqxshard.explain(state.model, mesh, **options))

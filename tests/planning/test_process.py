@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from typing import Any
 
 import jax
 import optax
@@ -14,8 +15,12 @@ from eqxshard._errors import UsageTypeError
 from eqxshard.planning._child import CompilerError, describe, explain_death
 
 
-def plan(make_model=Transformer, loss_fn=next_token_losses):
-    options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
+def plan(make_model: Any = Transformer, loss_fn: Any = next_token_losses):
+    options: dict[str, Any] = {
+        "mesh_shape": {"data": 8},
+        "rule": eqxshard.replicate(),
+        "backend": "cpu",
+    }
     return eqxshard.plan(make_model, loss_fn, optax.sgd(0.1), BATCH, **options)
 
 
