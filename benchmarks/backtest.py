@@ -48,7 +48,7 @@ from eqxshard.planning._child import (
     order_devices,
 )
 from eqxshard.planning._costs import Costs
-from eqxshard.planning._efficiency import GPUS, Work
+from eqxshard.planning._efficiency import AT_PEAKS, GPUS, Work
 from eqxshard.planning._lower import find_place, lower_ours
 from eqxshard.planning._read import find_operations
 from eqxshard.planning._timeline import Timeline, read_work
@@ -66,8 +66,6 @@ FITTED = {
     "link": [n / 100 for n in range(30, 91, 4)],
     "exponent": [n / 20 for n in range(6, 21)],
 }
-#: Efficiencies are fitted at full power.
-KNOWN, AT_LEAST = GPUS, Efficiency()
 STORED = HERE / "published_steps.json"
 
 
@@ -134,7 +132,7 @@ class Run:
 
     @functools.cache  # noqa: B019 (Fits that leave one out try the same.)
     def ratio(self, efficiency: Efficiency) -> float:
-        """Planned over published seconds."""
+        """Planned over published seconds. Efficiencies are fitted at full power."""
         full = Target.named(self.table["device"]).power
         efficiency = dataclasses.replace(efficiency, power=full)
         made = Timeline(self.module, self.operations, self.target, efficiency, self.work)
@@ -221,7 +219,7 @@ def fit(runs: Sequence[Run]) -> Efficiency:
     def miss(efficiency: Efficiency) -> float:
         return statistics.fmean(abs(math.log(run.ratio(efficiency))) for run in runs)
 
-    found = KNOWN
+    found = GPUS
     for names in (("products", "link"), ("exponent",)) * 2:
         tried = itertools.product(*(FITTED[name] for name in names))
         found = min(
@@ -242,11 +240,11 @@ def median_error(ratios: Sequence[float]) -> float:
 def judge(runs: Sequence[Run], efficiency: Efficiency) -> dict[str, float]:
     """The median error on what is held out, of "about" and of the simpler models."""
     fitted, held = half(runs, "fit"), half(runs, "held")
-    factor = statistics.median(run.ratio(AT_LEAST) for run in fitted)
+    factor = statistics.median(run.ratio(AT_PEAKS) for run in fitted)
     mfu = statistics.median(run.arithmetic for run in fitted)
     return {
         "about": median_error([run.ratio(efficiency) for run in held]),
-        "one factor": median_error([run.ratio(AT_LEAST) / factor for run in held]),
+        "one factor": median_error([run.ratio(AT_PEAKS) / factor for run in held]),
         "one MFU": median_error([run.arithmetic / mfu for run in held]),
     }
 
@@ -271,7 +269,7 @@ def print_table(runs: Sequence[Run], efficiency: Efficiency) -> None:
         table.add_column(column, justify="right")
     for run in runs:
         published, ratio = run.table["published"], run.ratio(efficiency)
-        speeds = (published, published / run.ratio(AT_LEAST), published / ratio)
+        speeds = (published, published / run.ratio(AT_PEAKS), published / ratio)
         texts = [f"{speed:,.0f}" for speed in speeds]
         table.add_row(run.table["name"], run.table["half"], *texts, f"{1 / ratio - 1:+.0%}")
     Console(width=110).print(table)

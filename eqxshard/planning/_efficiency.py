@@ -116,6 +116,10 @@ class Efficiency:
         return (seconds / part + latency) / self.overall
 
 
+#: With all peaks reached, a step takes the least that it can.
+AT_PEAKS = Efficiency()
+
+
 def _at_peak(work: Work) -> float:
     """The seconds of matrix products if their shapes left nothing idle."""
     return work.least - work.attention - work.memory
@@ -153,27 +157,27 @@ def idle(
 
 #: What GPUs reach in steps.
 #:
-#: Fitted by benchmarks/backtest.py on one half of the runs in benchmarks/published.toml:
-#: `products`, `exponent` and `contention`.
+#: `products`, `link` and `exponent` are fitted by benchmarks/backtest.py on one half of the
+#: published runs in benchmarks/published.toml. `link` is below what NCCL reaches alone: its
+#: rings reach 370 of the 450 GB/s of NVLink 4, as the rest is the protocol's
+#: (github.com/NVIDIA/nccl-tests/issues/212, by an author of NCCL), between two, four and
+#: eight devices alike (github.com/NVIDIA/nccl/issues/1455). In steps, messages are smaller
+#: than in these tests, and devices also wait for each other.
 #:
-#: Measured by others:
+#: The others are measured by others:
 #:
-#: - `link`: NCCL's rings reach 370 of the 450 GB/s of NVLink 4, the rest is the protocol's
-#:   (github.com/NVIDIA/nccl-tests/issues/212, by NCCL's author), between two, four and
-#:   eight devices alike (github.com/NVIDIA/nccl/issues/1455).
-#: - `network`: 46 to 48 of the 50 GB/s of a port between two hosts
-#:   (github.com/NVIDIA/nccl-tests/issues/290), 0.87 over 248 hosts (issues/283 there), and
-#:   half to 0.85 over 32 (github.com/NVIDIA/nccl/issues/1218).
-#: - `latency`, `step`, `hop`: those of NCCL's own model for rings (src/graph/tuning.cc,
-#:   protocol "Simple").
+#: - `network`: two hosts reach 46 to 48 of the 50 GB/s of a port
+#:   (github.com/NVIDIA/nccl-tests/issues/290), 248 hosts 0.87 (issues/283 there), and 32
+#:   hosts half to 0.85 (github.com/NVIDIA/nccl/issues/1218).
+#: - `latency`, `step`, `hop`: those of NCCL's own model for rings with its protocol
+#:   "Simple" (github.com/NVIDIA/nccl, src/graph/tuning.cc).
+#: - `contention`: kernels of training steps on four A100s or H100s take 1.19 times as long
+#:   with collectives beside them on average, and at most 1.4 times (arXiv:2507.03114). A
+#:   gather's kernel holds 24 of an H100's 132 cores
+#:   (forums.developer.nvidia.com/t/337991, where one product takes 1.7 times as long).
 #: - `attention`: FlashAttention 2 and 3 and cuDNN on H100s, 0.35 to 0.65
 #:   (arXiv:2407.08608, section 4).
 #: - `memory`: long copies. `launch` is a usual magnitude.
-#:
-#: To compare `contention` with: kernels of training on four A100s or H100s take 1.19 times
-#: as long with collectives beside them, at most 1.4 (arXiv:2507.03114), and one product
-#: 1.7 times, as the gather beside it holds 24 of 132 cores
-#: (forums.developer.nvidia.com/t/337991).
 GPUS = Efficiency(
     products=0.74,
     tiles=True,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..compiled._communication import Operation
-from ._efficiency import Efficiency
+from ._efficiency import AT_PEAKS, Efficiency
 from ._targets import Target
 
 #: What carries a collective: the links inside hosts, or the network between them.
@@ -19,7 +19,7 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
 
     The seconds; `None` if the links that it goes over, or the groups, are not known.
     """
-    seconds = seconds_by_link(operation, target, Efficiency())
+    seconds = seconds_by_link(operation, target, AT_PEAKS)
     return None if seconds is None else max(seconds.values())
 
 

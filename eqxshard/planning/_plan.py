@@ -15,7 +15,7 @@ from .._errors import UsageError
 from ..compiled._communication import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
-from ._efficiency import Efficiency
+from ._efficiency import AT_PEAKS
 from ._targets import Compiler, Target
 from ._timeline import PlannedSpan, make_trace
 
@@ -230,24 +230,26 @@ class Plan:
             target = plan.calibrate(seconds=1.31)
             ```
         """
-        self._check_timeline()
+        self._spans()
         assert self.time is not None  # With a time line.
         if not seconds > 0:
             raise UsageError(
                 f"seconds={seconds} is no time of a step; give the seconds that one took."
             )
-        reached = self.target.efficiency or Efficiency()
+        reached = self.target.efficiency or AT_PEAKS
         planned = (self.time.about or self.time).step
         overall = reached.overall * planned / seconds
         reached = dataclasses.replace(reached, overall=overall)
         return dataclasses.replace(self.target, efficiency=reached)
 
-    def _check_timeline(self) -> None:
+    def _spans(self) -> tuple[PlannedSpan, ...]:
+        """The time line, if there is one."""
         if self.timeline is None:
             raise UsageError(
                 f"the backend {self.backend} makes no schedule of {self.target.name}, so "
                 "there is no time line; install the compiler of the target."
             )
+        return self.timeline
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""
@@ -271,8 +273,7 @@ class Plan:
 
         `ValueError` if there is no time line.
         """
-        self._check_timeline()
-        return make_trace(self.timeline, self.collectives)
+        return make_trace(self._spans(), self.collectives)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, as its name says.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
-from ._efficiency import Efficiency, Work, idle
+from ._efficiency import AT_PEAKS, Efficiency, Work, idle
 from ._links import LINKS, seconds_by_link
 from ._targets import Target, cores_of
 
@@ -61,7 +61,7 @@ class Timeline:
         module: Module,
         operations: Sequence[Operation],
         target: Target,
-        efficiency: Efficiency = Efficiency(),
+        efficiency: Efficiency = AT_PEAKS,
         work: Callable[[Instruction], Work] | None = None,
     ):
         self._module = module

@@ -20,6 +20,7 @@ from plan_theory import (
 )
 
 import eqxshard
+from eqxshard.planning import Efficiency, Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -118,10 +119,10 @@ def test_offloaded_state_is_in_the_memory_of_the_host():
     assert "│ of the host's memory " in str(there)
 
 
-@pytest.mark.parametrize("reached", [None, eqxshard.planning.Efficiency(link=0.5), "h200"])
+@pytest.mark.parametrize("reached", [None, Efficiency(link=0.5), "h200"])
 def test_a_plan_for_a_calibrated_target_takes_what_was_measured(reached):
     # Widths as small as these leave most of a GPU idle.
-    target = eqxshard.planning.Target.named("h200")
+    target = Target.named("h200")
     if reached != "h200":
         target = dataclasses.replace(target, efficiency=reached)
     plan = plan_gpt({"fsdp": 8}, backend="gpu", target=target)

@@ -56,7 +56,7 @@ ENTRY %main (x: f32[4096,64], y: f32[64,64], p: f32[8,64]) -> f32[4096,64] {
   %s = (f32[8,64], f32[64,64]) all-gather-start(%p), replica_groups=[1,8]<=[8], a=1
   %w = f32[4096,64]{1,0} dot(%z, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %d = f32[64,64]{1,0} all-gather-done(%s)
-  ROOT %v = f32[4096,64]{1,0} dot(%w, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %v = f32[4096,64]{1,0} dot(%w, %d), lhs_contracting_dims={1}
 }
 """
 
@@ -150,4 +150,4 @@ def test_the_fit_gives_the_efficiencies_of_targets(backtest):
     module, runs = backtest
     fitted = module.fit(module.half(runs, "fit"))
     known = Target.named("h100").efficiency
-    assert fitted == known
+    assert known is not None and fitted == dataclasses.replace(known, power=None)

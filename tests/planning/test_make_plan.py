@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import lint_helpers
 import pytest
+from gpt_model import flops_per_token
 from grades import graded
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from plan_theory import (
     MESHES,
+    ROWS,
+    SHAPE,
+    layer_size,
     plan_gpt,
     state_bytes,
     theory,
@@ -69,6 +73,21 @@ def test_operations_are_those_counted_by_hand(monkeypatch, tmp_path):
     assert plan.flops == {"float32": 5 * 2 * 512 * 64 * 256 / 2}
     assert plan.time is not None and plan.time.compute > 0
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("as_scripts_run")
+def test_the_operations_of_the_model_are_those_of_theory():
+    plan = plan_gpt({"fsdp": 8}, backend="cpu")
+    tokens = ROWS * SHAPE.seq_len / 8
+    norms = (2 * SHAPE.layers + 1) * SHAPE.embed  # They multiply no matrix.
+    model = sum(plan.model_flops.values())
+    assert model == (flops_per_token(SHAPE) - 6 * norms) * tokens
+    # The layers forward once more, but for the last product, which only the output needs.
+    again = sum(plan.flops.values()) - model
+    layers = SHAPE.layers * (layer_size(SHAPE) - SHAPE.mlp * SHAPE.embed)
+    attention = 4 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * SHAPE.seq_len
+    assert again == tokens * (2 * layers + attention)
+    assert plan.mfu and plan.hfu and 0 < plan.mfu < plan.hfu < 1
 
 
 @pytest.mark.versions

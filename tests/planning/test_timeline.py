@@ -8,6 +8,7 @@ import pytest
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning import Efficiency, PlannedSpan
+from eqxshard.planning._efficiency import AT_PEAKS
 from eqxshard.planning._links import link_seconds, seconds_by_link
 from eqxshard.planning._targets import Target
 from eqxshard.planning._timeline import Timeline
@@ -26,7 +27,7 @@ GATHER = "(f32[8,32], f32[32,32]) all-gather-start(%p), replica_groups=[2,4]<=[8
 HEAD = f"  %p = f32[8,32]{{1,0}} parameter(0)\n  %x = {ARRAY} parameter(1)\n"
 
 
-def elapsed(entry, more="", target=TARGET, efficiency=Efficiency(), **bodies):
+def elapsed(entry, more="", target=TARGET, efficiency=AT_PEAKS, **bodies):
     more += "".join(
         f"%{name} (t: f32[]) -> f32[] {{\n{HEAD}{body}}}\n" for name, body in bodies.items()
     )
