@@ -70,7 +70,7 @@ def make_paths(count, seed):
     ends = (TIMES[0], TIMES[-1])
     solution = solve_ivp(change, ends, starts.ravel(), t_eval=TIMES, rtol=1e-6)
     paths = solution.y.reshape(count, 2, len(TIMES))
-    return np.float32(np.moveaxis(paths, -1, 1))
+    return np.moveaxis(paths, -1, 1).astype(np.float32)
 
 
 def cut(path, generator):
