@@ -147,7 +147,6 @@ def main(args: Args) -> str:
         mesh=mesh,
         rule=rule,
         best="eval/accuracy",
-        settings=args,
     )
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 

@@ -419,7 +419,6 @@ def train(
         mode="min",
         load=load,
         callbacks=[throughput, Report(args, corpus, tokenizer)],
-        settings=args,
     )
     if args.export:
         gpt_weights.save(args.export, run.state.model)

@@ -173,8 +173,8 @@ def make_notes(
     elif compiler == "cpu":
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
-            f"what communication is hidden. The compiler for {target.compiler}s knows "
-            f"both; if it is not installed, run `{install(target.compiler)}` (on Linux)"
+            f"what communication is hidden. The compiler for {target.compiler.upper()}s "
+            f"knows both; if it is not installed, run `{install(target.compiler)}` (on Linux)"
         )
     if compiler == "gpu":
         yield (

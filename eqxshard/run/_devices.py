@@ -156,9 +156,10 @@ def find_devices(count: int | None = None) -> list[Any]:
     if count is None or count == len(found):
         return found
     if not 1 <= count <= len(found):
+        use = "use 1" if len(found) == 1 else f"use 1 to {len(found)}"
         raise UsageError(
             f"{count} devices were asked for, and there are {len(found)} x "
-            f"{found[0].platform}; use 1 to {len(found)}."
+            f"{found[0].platform}; {use}."
         )
     if jax.process_count() > 1:
         raise UsageError(

@@ -12,6 +12,7 @@ from ..loop._clock import announced
 from ..planning._make_plan import plan
 from ..sharding._mesh import batch_axes, resolve_sizes
 from ..sharding._spec import AXES, format_sizes
+from ..sharding._text import say
 from ._config import RunConfig, flag, last_step, parse_plan
 from ._devices import complete_mesh, parse_mesh
 from ._parts import Training, TrainingData
@@ -69,6 +70,7 @@ def plan_run(
     print(made)
     if config.plan_file is not None:
         made.save(config.plan_file)
+        say(f"\nThe plan is in {config.plan_file}.")
 
 
 def _mesh_sizes(config: RunConfig, mesh: str | Mesh, devices: int) -> dict[str, int]:

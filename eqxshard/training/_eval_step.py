@@ -14,6 +14,7 @@ from ..compiled._findings import Lint
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
+from ..sharding._spec import AnyMesh
 from ._advice import check_takes
 from ._examples import (
     Metrics,
@@ -160,14 +161,14 @@ def _make_pure(
     key: Key,
 ) -> Variant:
     """The step for models of one structure."""
-    on: Mesh = mesh or mesh_of(kept, "model", ", or give the step mesh= and rule=")
+    on: AnyMesh = mesh or mesh_of(kept, "model", ", or give the step mesh= and rule=")
     fn = ft.partial(eval_step, metric_fn, on, rule, precision, key.kept)
     return Variant(fn, on, precision)
 
 
 def eval_step(
     metric_fn: _MetricFn,
-    mesh: Mesh,
+    mesh: AnyMesh,
     rule: Rule | None,
     precision: Precision | None,
     signature: Signature,

@@ -437,11 +437,15 @@ def unused_axes(
     idle = _idle_axes(state, mesh)
     splits_none = len(idle) == sum(n > 1 for n in mesh.shape.values())
     if "fsdp" in idle or (idle and splits_none and rule != replicate()):
+        remedy = (
+            "another rule, such as eqxshard.fsdp() with a smaller min_size."
+            if "fsdp" in idle
+            else "another rule."
+        )
         yield (
             f"{rule_name(rule)} splits no array over {comma_list(idle)} of the mesh "
             f"{format_mesh(used_axes(mesh.shape))}, so each device holds all of them; use "
-            "a mesh with an axis that the rule splits over, or another rule, such as "
-            "eqxshard.fsdp() with a smaller min_size."
+            f"a mesh with an axis that the rule splits over, or {remedy}"
         )
     for axis in repeated_axes(state, mesh, lower):
         yield (

@@ -97,7 +97,6 @@ def train_base(args, file, train_data, test_data):
         ),
         name="base",
         epochs=3,
-        settings=args,
     )
     eqxshard.save_weights(file, run.state.model)
 
@@ -133,7 +132,6 @@ def main(args: Args) -> str:
         epochs=3,
         trainable=trainable,
         load=lambda like: eqxshard.load_weights(file, like, rename=RENAME),
-        settings=args,
     )
     adapted = run.state.model
     adapters = eqx.filter(adapted, trainable)

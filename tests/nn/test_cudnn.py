@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh, on
 
 from eqxshard import testing
-from eqxshard.nn import attention
+from eqxshard.nn import _cudnn_call, attention
 
 SEQ = 16
 CALL = "__cudnn$fmha"
@@ -97,6 +97,45 @@ def test_the_calls_are_those_of_jax(options, packed, cudnn, as_scripts_run):
     )
     found = calls_for_gpus(ours, *args)
     assert len(found) == 2 and found == calls_for_gpus(theirs, *args)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("packed", [False, True])
+def test_their_operands_are_in_the_order_of_jax(packed, cudnn, as_scripts_run):
+    """Several have the same type, so their types do not tell them apart."""
+    *args, grad = arrays(jnp.bfloat16)
+    mask = [segments()[:, :, None] == segments()[:, None, :]] if packed else []
+
+    def ours(query, key, value, *mask):
+        call = _cudnn_call.Call(causal=True, window=0, scale=0.3)
+        return _cudnn_call.attend(call, query, key, value, mask[0] if mask else None)
+
+    def theirs(query, key, value, *mask):
+        options = {"mask": mask[0][:, None]} if mask else {}
+        attend = ft.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        return attend(query, key, value, is_causal=True, scale=0.3, **options)
+
+    def operands(fn):
+        def both(query, key, value, grad, *mask):
+            attend = lambda *qkv: fn(*qkv, *mask)  # noqa: E731
+            out, back = jax.vjp(attend, query, key, value)
+            return out, back(grad)
+
+        lowered = (
+            jax.jit(both).trace(*args, grad, *mask).lower(lowering_platforms=("cuda",))
+        )
+        # Numbers of other values depend on what else is computed.
+        text = re.sub(r"%\d+", "%", lowered.as_text())
+        return re.findall(r"custom_call (@__cudnn.*?)\((.*?)\)", text)
+
+    bias = ["%"] if packed else []
+    *qkv, given = ("%arg0", "%arg1", "%arg2", "%arg3")
+    found = operands(ours)
+    assert found == operands(theirs)
+    assert [used.split(", ") for _, used in found] == [
+        [*qkv, *bias],
+        [*qkv, "%#1", given, *bias, "%"],
+    ]
 
 
 @pytest.mark.slow
