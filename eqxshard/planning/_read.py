@@ -174,7 +174,8 @@ def make_notes(
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
             f"what communication is hidden. The compiler for {target.compiler.upper()}s "
-            f"knows both; if it is not installed, run `{install(target.compiler)}` (on Linux)"
+            "knows both; if it is not installed, run "
+            f"`{install(target.compiler)}` (on Linux)"
         )
     if compiler == "gpu":
         yield (
