@@ -39,7 +39,7 @@ ASIDE = {
     "__main__": {"_info", "_parser", "run"},
     "_info": set(),
     "callbacks": {"loop"},
-    "nn": {"sharding", "transforms", "parallel"},
+    "nn": {"_jax", "sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
     "launch": {"_parser", "distributed"},
 }

@@ -26,6 +26,8 @@ MAX_HEAD, HEAD_MULTIPLE = 128, 8
 #: What a masked score gets: the least number would overflow in a sum of two.
 _MASKED = {"bfloat16": -2.0 * 2**40, "float16": -2.0 * 2**14}
 _TYPES = {"bfloat16": "BF16", "float16": "F16"}
+#: Whether JAX, before 0.12, also asks for the gradient of what it adds to the scores.
+_OF_BIAS = jax.__version_info__ < (0, 12)
 #: From the heads before the sequence, as cuDNN writes them, to behind it, and back.
 _SWAP = (0, 2, 1, 3)
 #: The products of each direction: the dims that they sum over, and those of the batch, of
@@ -166,7 +168,7 @@ def _backward(call: Call, query: Array, key: Array, value: Array, *rest: Array) 
         f"__cudnn$fmha{'ScaleBias' if bias else ''}SoftmaxBackward",
         _config(call, query, key, _BACKWARD),
         shapes,
-        [(x.shape, x.dtype) for x in bias],
+        [(x.shape, x.dtype) for x in bias if _OF_BIAS],
         [query, key, value, statistics, grad, *bias, out],
     )
     return tuple(grads[:3])
