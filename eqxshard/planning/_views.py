@@ -122,7 +122,7 @@ def use_at(plan: Plan, time: PlannedTime) -> Iterator[tuple[str, float]]:
 
 def flops_again(plan: Plan) -> float:
     """The operations of a device that a step does again to save memory."""
-    return sum(plan.flops.values()) - sum(plan.model_flops.values())
+    return float(sum(plan.flops.values()) - sum(plan.model_flops.values()))
 
 
 def say_lack(plan: Plan) -> str:

@@ -83,6 +83,7 @@ def test_the_best_that_is_announced_is_on_disk(tmp_path, best):
 def test_the_default_folder_is_the_one_that_train_writes_to(trained, monkeypatch, tmp_path):
     run, config = trained
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     monkeypatch.setattr(sys, "argv", ["script.py"])
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "script-small").symlink_to(run.folder)

@@ -79,6 +79,7 @@ def test_the_page_is_written_after_evaluations_but_seldom(folder, monkeypatch):
 
 
 def test_the_default_folder_is_named_after_the_script(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
     assert default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
     assert default_folder(None) == "runs/fashion_mnist"
