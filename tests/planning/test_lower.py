@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import lenient, needs_new_jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from plan_helpers import BATCH, OPTIM, RULE
 from transformer import Transformer, next_token_losses
@@ -136,6 +137,16 @@ def test_a_loss_that_calls_the_host_is_refused_for_other_devices():
 
     with pytest.raises(eqxshard.UsageError, match="calls the host"):
         lower_for_gpus(loss_fn, {"fsdp": 8})
+
+
+def test_what_only_the_process_that_lowers_can_compile_is_refused():
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    double.def_partition(partition=None, sharding_rule="i -> i")
+    with pytest.raises(eqxshard.UsageError, match="plan it with jax"):
+        eqxshard.plan_step(jax.jit(double), jnp.ones(8), target="cpu")
 
 
 def abstract(*sizes, **device):
