@@ -109,7 +109,9 @@ def _say_parts(time: PlannedTime) -> str:
 def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
     """The examples per second at this time, and a few words more."""
     assert plan.examples is not None
-    return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
+    speed = plan.examples / time.step
+    shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
+    return f"{shown} examples/s", f"{plan.examples:,} at once"
 
 
 def use_at(plan: Plan, time: PlannedTime) -> Iterator[tuple[str, float]]:

@@ -244,6 +244,8 @@ def train(
         checkpointer.claim_run(start.step, Position.of(loader, start.step))
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
         reached = None if loader.steps is None else loader.steps.epochs(start.last)
+        if reached is not None and reached.is_integer():
+            reached = int(reached)
         facts = {
             "title": f"{title} | {data.name} data" if data.warning else title,
             "steps": start.last,
