@@ -139,7 +139,8 @@ def small_arrays(rounds: int, directory: str | None) -> list[Contest]:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             for what in ("save", "restore"):
                 command = [sys.executable, str(script), what, contestant, folder]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                pipe = subprocess.PIPE
+                done = subprocess.run(command, check=True, stdout=pipe, text=True)
                 for name, figure in json.loads(done.stdout.splitlines()[-1]).items():
                     times[f"{what}, {name}"] = figure
         return times

@@ -1,13 +1,10 @@
-"""One process finds something, or raises an error, and all of them do.
+"""What one process finds in a folder, or its error, becomes that of all processes.
 
-Elsewhere in this room an error is an exception. It is JSON only here, on its way to the
-other processes.
+Elsewhere in this room an error is an exception; on its way to other processes it is JSON.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import jax
 
 from .._errors import UsageError, UsageFileError, UsageOSError
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
@@ -15,8 +12,8 @@ from ._arrays import DamageError
 
 _T = TypeVar("_T")
 
-#: The errors that stay of their type; any other becomes an `OSError`, because packages for
-#: object stores have errors of their own.
+#: The errors that stay of their type. In other processes, another one is an `OSError`:
+#: packages for object stores have errors of their own.
 _KINDS: tuple[type[Exception], ...] = (
     DamageError,
     UsageFileError,
@@ -32,41 +29,76 @@ def reason(error: Exception) -> str:
 
 
 def on_first(fn: Callable[[], _T]) -> _T:
-    """Call a function in process 0. What it returns, in JSON, or raises, all do."""
-    return value_of(broadcast_from_first(attempt(fn) if is_main_process() else None))
+    """Call a function in process 0; every process returns its value, or raises its error.
+
+    The value must be JSON.
+    """
+    return share(attempt(fn) if is_main_process() else None).get()
 
 
 def on_all(fn: Callable[[], _T]) -> _T:
-    """Call a function in every process; what one of them raises, all do.
+    """Call a function in every process; if one raises an error, all raise one.
 
-    An error of another kind than damage goes before it.
+    Damage is raised only if there is no other error.
     """
-    if jax.process_count() == 1:
-        return fn()
-    found: list[_T] = []
-    everyone = allgather_json(attempt(lambda: found.append(fn())))
+    own = attempt(fn)
+    everyone = allgather_json(own.told())
+    if own.error is not None and not isinstance(own.error, DamageError | OSError):
+        # A bug, or memory that ran out, keeps its traceback.
+        raise own.error
+    alone = len(everyone) == 1
     failed = [
-        [kind, f"process {process}: {said}"]
+        Outcome(error=_error(kind, said if alone else f"process {process}: {said}"))
         for process, (kind, said) in enumerate(everyone)
         if kind is not None
     ]
-    for outcome in sorted(failed, key=lambda each: each[0] == DamageError.__name__):
-        value_of(outcome)
-    return found[0]
+    for outcome in sorted(failed, key=lambda each: isinstance(each.error, DamageError)):
+        outcome.get()
+    return own.get()
 
 
-def attempt(fn: Callable[[], Any]) -> list[Any]:
-    """Call a function; for `value_of`, what it returns or raises, in JSON."""
+class Outcome:
+    """What a function returned or raised."""
+
+    def __init__(self, value: Any = None, error: Exception | None = None):
+        self.value, self.error = value, error
+
+    def get(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def told(self) -> list[Any]:
+        """The kind of the error and what it says, for other processes; or nothing."""
+        if self.error is None:
+            return [None, None]
+        kinds = (kind for kind in _KINDS if isinstance(self.error, kind))
+        return [next(kinds, OSError).__name__, reason(self.error)]
+
+
+def attempt(fn: Callable[[], Any]) -> Outcome:
+    """Call a function, and keep its error."""
     try:
-        return [None, fn()]
+        return Outcome(fn())
     except Exception as error:
-        kinds = (kind for kind in _KINDS if isinstance(error, kind))
-        return [next(kinds, OSError).__name__, reason(error)]
+        return Outcome(error=error)
 
 
-def value_of(outcome: list[Any]) -> Any:
-    """The value that a process told, or its error, raised."""
-    kind, value = outcome
-    if kind is not None:
-        raise next(each for each in _KINDS if each.__name__ == kind)(value)
-    return value
+def share(outcome: Outcome | None) -> Outcome:
+    """The outcome of process 0, in every process.
+
+    **Arguments:**
+
+    - `outcome`: in process 0. There an error keeps its type and traceback.
+    """
+    value, (kind, said) = broadcast_from_first(
+        None if outcome is None else [outcome.value, outcome.told()]
+    )
+    if outcome is not None:
+        return outcome
+    return Outcome(value, None if kind is None else _error(kind, said))
+
+
+def _error(kind: str, said: str) -> Exception:
+    return next(each for each in _KINDS if each.__name__ == kind)(said)

@@ -36,7 +36,7 @@ from ..sharding._files import (
     writable_path,
 )
 from ..sharding._text import GONE, did_you_mean
-from ._agree import attempt, on_all, on_first, reason, value_of
+from ._agree import attempt, on_all, on_first, reason, share
 from ._arrays import ARRAYS, STATE, DamageError
 from ._manifest import (
     CHECKSUMS,
@@ -161,12 +161,9 @@ class CheckpointFolder:
 
         Process 0 looks, for all of them.
         """
-        told = None
-        if is_main_process():
-            told = [attempt(lambda: self._find(step)), [*self.damaged.items()]]
-        outcome, damaged = broadcast_from_first(told)
-        self.damaged = dict(damaged)
-        return value_of(outcome)
+        outcome = attempt(lambda: self._find(step)) if is_main_process() else None
+        self.damaged = dict(broadcast_from_first([*self.damaged.items()]))
+        return share(outcome).get()
 
     def read(self, step: int, read: Callable[[], _T]) -> _T | None:
         """What each process reads of a checkpoint; `None` if any found it damaged."""
@@ -186,7 +183,7 @@ class CheckpointFolder:
         )
 
     def _find(self, step: Step) -> dict[str, Any]:
-        """The description that `choose` returns; what is damaged is noted on the way."""
+        """As `choose`, in process 0; adds the steps that it finds damaged to `damaged`."""
         steps, damages = self.steps(), {}
         for candidate in [each for each in reversed(steps) if step in ("newest", each)]:
             try:
@@ -427,7 +424,7 @@ def _remove(folder: Any) -> None:
     for path in [*folder.iterdir()]:
         if path.name not in _OURS or os.path.islink(path):
             continue
-        if path.name == STATE:
+        if path.name == STATE and path.is_dir():
             _remove_state(path)
         elif path.is_dir():
             path.rmtree(missing_ok=True)
@@ -490,7 +487,10 @@ class FolderLock:
         self.holder: str | None = None
 
     def acquire(self) -> bool:
-        """Lock the folder, which exists, unless another program has it: its `holder`."""
+        """Lock the folder, which must exist; return whether no other program has it.
+
+        If one does, `holder` says what is known of it.
+        """
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))

@@ -23,7 +23,7 @@ from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._files import is_remote, sync_all, write_at_once
 from ..sharding._leaves import is_key
 from ..sharding._text import first_few
-from ._agree import on_first, reason
+from ._agree import attempt, reason, share
 from ._arrays import copy_parts, merge, part_of_process, write_parts
 from ._folder import WRITTEN, CheckpointFolder, listed
 
@@ -79,9 +79,10 @@ class Save:
         try:
             self._write()
         except Exception as error:
-            # The others must not wait for it.
-            with contextlib.suppress(Exception):
-                self._tell_others(_said(error))
+            # The others must not wait for it; if they gave up, the folder may be gone.
+            if not self.given_up.is_set():
+                with contextlib.suppress(Exception):
+                    self._tell_others(_said(error))
             raise
         self._tell_others("")
         if is_main_process():
@@ -129,7 +130,7 @@ class Save:
 def _said(error: Exception) -> str:
     """What an error says, in one line."""
     text = str(error)
-    if not isinstance(error, UsageError):
+    if not isinstance(error, UsageError | OSError):
         # TensorStore's, mostly `ValueError`s, end with what it was asked to do.
         text = text.partition(" [")[0]
     return " ".join(text.split())[:300].rstrip(".") or type(error).__name__
@@ -201,8 +202,10 @@ class CheckpointWriter:
                     listed(self._folder.steps()[-1:]),
                 )
             return
+        outcome = attempt(lambda: self._make_room(step)) if is_main_process() else None
+        told = share(outcome)
         try:
-            name = on_first(lambda: self._make_room(step))
+            name = told.get()
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
             self._report_failure(step, error)

@@ -21,6 +21,9 @@ from ._exit import exit_on_errors
 
 _Args = TypeVar("_Args")
 
+#: How to see the frames that are left out, where no option of the script shows them.
+_FILTERING = "JAX_TRACEBACK_FILTERING=off shows them"
+
 
 def cli(
     main: Callable[[_Args], object],
@@ -39,7 +42,8 @@ def cli(
     Arguments that tyro refuses, what this library raised on purpose, and an
     [`eqxshard.UsageError`][] of the script end it with exit status 2; the latter two with
     one line on stderr. Another error is a bug: its traceback leaves out the frames of this
-    library, JAX and Equinox, and `--traceback` shows all of it; the exit status is 1.
+    library, JAX and Equinox, and `--traceback` of a `RunConfig` shows all of it; the exit
+    status is 1.
     Ctrl-C ends with status 130, SIGTERM with 143.
 
     **Arguments:**
@@ -50,8 +54,8 @@ def cli(
     - `args_type`: a dataclass of the arguments: its docstring and those of its fields are
         the help. The options of a nested dataclass are a group of their own, with the
         name of its field before them, as in `--encoder.width`; those of
-        [`eqxshard.RunConfig`][] have none. It takes the arguments with it, and
-        [`eqxshard.train`][] records them.
+        [`eqxshard.RunConfig`][] have none. A `RunConfig` carries all arguments, as they
+        were parsed, and [`eqxshard.train`][] records them.
     - `args`: the arguments, those of the command line by default.
 
     !!! Example
@@ -72,7 +76,7 @@ def cli(
     words = sys.argv[1:] if args is None else args
     try:
         with allow_closed_stdout():
-            with exit_on_errors():
+            with exit_on_errors(remedy=_FILTERING):
                 parsed, run = _parse(args_type, words)
             with _errors_of(run):
                 if run is not None:
@@ -94,7 +98,7 @@ def cli(
 def _errors_of(run: RunConfig | None) -> contextlib.AbstractContextManager[None]:
     """How errors end a script with these options."""
     if run is None:
-        return exit_on_errors(remedy="JAX_TRACEBACK_FILTERING=off shows them")
+        return exit_on_errors(remedy=_FILTERING)
     return exit_on_errors(whole_traceback=run.traceback)
 
 

@@ -28,7 +28,7 @@ from ..sharding._rule import Rule
 from ..training._examples import Metrics
 from ..training._precision import Precision
 from ..training._train_step import make_train_step
-from ..training._update import Nonfinite
+from ..training._update import Nonfinite, check_options
 from ._config import MakeOptim, RunConfig, make_optimizer
 
 MakeModel = Callable[[Any], PyTree]
@@ -165,6 +165,8 @@ class Training:
                 "train makes the step of one model and its loss_fn; give your own as "
                 "train_step= to train otherwise."
             )
+        # Before a model is made, which may take a while.
+        check_options(self.accumulate, self.nonfinite, self.precision)
 
     def for_steps(self, steps: int) -> "Training":
         """The same, with the optimizers of a run of some steps."""

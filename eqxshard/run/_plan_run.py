@@ -48,7 +48,6 @@ def plan_run(
     batch_size, notes = _batch_size(config, sizes, training.accumulate)
     shapes, of = data.shapes(config, batch_size)
     training = training.for_steps(last_step(config, epochs, steps, of))
-    training.make_step()  # It refuses several models.
     with announced("compiling the plan"):
         made = plan(
             training.make_model,  # pyright: ignore[reportArgumentType]

@@ -66,5 +66,8 @@ def _flatten(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_json(value: Any) -> Any:
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):  # Keys that JSON has not, or a circle.
+        return str(value)
     return json.loads(text, parse_constant=str)  # Such as NaN.

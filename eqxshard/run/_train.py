@@ -180,6 +180,7 @@ def train(
     config.check()
     check_trackers(trackers)
     check_callbacks(callbacks)
+    changes = Changes(rename, missing, unused)
     mode = mode if best is None else best_mode(best, mode)
     named = name_settings(settings, config)
     data = TrainingData(train_data, sampler, transform, remainder, read_options, workers)
@@ -219,19 +220,19 @@ def train(
         mode=mode,
     )
     find_last = partial(last_step, config, epochs, steps)
+    if config.profile is not None:
+        profile = _profile(config.profile, folder, find_last(loader.steps))
+        callbacks = [*callbacks, profile]
     with (
         filtering_tracebacks("off") if config.traceback else short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
     ):
         if folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite):
-            changes = Changes(rename, missing, unused)
             saved = Saved(checkpointer, changes, callbacks)
             start = resume(saved, training, loader, find_last, config, mesh)
         else:
             start = start_anew(training, find_last(loader.steps), config, mesh, load)
-        if config.profile is not None:
-            callbacks = [*callbacks, _profile(config.profile, folder, start.last)]
         step, lowered = start.training.make_step(), None
         if start.goes_on:
             # A mistake in the loss or the metrics leaves no run behind.

@@ -89,7 +89,11 @@ class Curves:
     def _draw(self) -> Any:
         """A figure of Matplotlib, with a panel for each metric."""
         # Here, because it takes longer than a first step.
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            # As a file that cannot be written: it does not end a run.
+            raise OSError(f"Matplotlib cannot be imported: {error}") from error
 
         columns = min(len(self._series), 3)
         rows = math.ceil(len(self._series) / columns)

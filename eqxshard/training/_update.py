@@ -81,19 +81,7 @@ class StepConfig:
     def __post_init__(self):
         if self.mesh is not None:
             check_mesh(self.mesh)
-        if self.accumulate < 1:
-            raise UsageError(f"accumulate={self.accumulate} must be at least 1.")
-        if self.nonfinite not in ("skip", "raise", "ignore"):
-            raise UsageError(
-                f"nonfinite={self.nonfinite!r} is not 'skip', 'raise' or 'ignore'."
-            )
-        scales_loss = self.precision is not None and self.precision.scales_loss
-        if scales_loss and self.nonfinite != "skip":
-            raise UsageError(
-                "float16 finds its loss scale by steps that are not finite, and "
-                f"nonfinite={self.nonfinite!r} does not skip them; use 'skip', or "
-                "bfloat16."
-            )
+        check_options(self.accumulate, self.nonfinite, self.precision)
 
     def following(self, state: TrainState) -> "StepConfig":
         """These settings; in place of those that were not given, the state's."""
@@ -112,6 +100,22 @@ class StepConfig:
             rule=self.rule or (made and made.rule),
             trainable=trainable,
             precision=self.precision or (made and made.precision),
+        )
+
+
+def check_options(
+    accumulate: int, nonfinite: Nonfinite, precision: Precision | None
+) -> None:
+    """Refuse options of a step that make no sense."""
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate} must be at least 1.")
+    if nonfinite not in ("skip", "raise", "ignore"):
+        raise UsageError(f"nonfinite={nonfinite!r} is not 'skip', 'raise' or 'ignore'.")
+    scales_loss = precision is not None and precision.scales_loss
+    if scales_loss and nonfinite != "skip":
+        raise UsageError(
+            "float16 finds its loss scale by steps that are not finite, and "
+            f"nonfinite={nonfinite!r} does not skip them; use 'skip', or bfloat16."
         )
 
 

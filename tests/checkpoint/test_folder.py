@@ -115,7 +115,7 @@ def test_only_our_files_are_removed(tmp_path, checkpoints):
 
 @pytest.mark.parametrize("kind", ["folder", "link", "dangling link", "file", "notes"])
 def test_a_checkpoint_is_not_written_over_what_is_not_ours(tmp_path, kind):
-    folder, other = tmp_path / "run", tmp_path / "other"
+    folder, other = tmp_path / "run [v2]", tmp_path / "other"
     checkpointer = eqxshard.Checkpointer(folder)
     checkpointer.save(new_state())
     checkpointer.wait()
@@ -136,7 +136,14 @@ def test_a_checkpoint_is_not_written_over_what_is_not_ours(tmp_path, kind):
     (folder / "lock").touch()
     before = tree(other), tree(folder).keys()
     checkpointer.save(later(new_state(), 1))
-    with pytest.raises(OSError, match=r"^the checkpoint of step 1 could not be written to"):
+    where = re.escape(str(folder))
+    says = (
+        rf"^the checkpoint of step 1 could not be written to {where}: {where}/1 is not a "
+    )
+    says += (
+        r"checkpoint of this run; move it away, or give the run a folder of its own; the"
+    )
+    with pytest.raises(OSError, match=says):
         checkpointer.wait()
     # What is left of the checkpoint that was cut off goes.
     left = {folder / "1" / "state", *(folder / "lock",)} if kind == "notes" else set()
