@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .._errors import UsageTypeError
 from ..sharding._combinators import optimizer_rule
 from ..sharding._leaves import array_leaves, is_inexact
+from ..sharding._mesh import platform_of
 from ..sharding._optimizer_state import StateLeaf, decide_opt_state
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
@@ -74,6 +75,7 @@ def explain(
     model, model_state = without_state(tree)
     placed = dict(array_leaves(model))
     mesh = mesh or mesh_of([*placed.values()], "model", ", or give explain mesh= and rule=")
+    platform_of(mesh)  # An abstract mesh has to say it.
 
     def as_placed(path: str, leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
         # The optimizer's state, too, which is placed nowhere yet.

@@ -1,4 +1,7 @@
-"""Self-attention by cuDNN, which splits over the batch and the heads as its arrays do."""
+"""Self-attention by cuDNN, split over the axes of the batch and over `tensor`.
+
+On meshes whose axes have other names, and without one, it is split as its arrays are.
+"""
 
 import functools as ft
 from collections.abc import Callable
@@ -53,7 +56,8 @@ def supports(options: Options, query: Array, key: Array, segments: Array | None)
         return False
     except RuntimeError:
         # It is not installed here. Where the GPUs of the mesh are, it is.
-        return _is_for_gpus() and _cudnn_call.fits(like[0], like[1], mask)
+        fits = _cudnn_call.fits(like[0], like[1], mask)
+        return fits and _is_for_gpus() and _cudnn_call.knows_axes()
     return True
 
 
@@ -73,7 +77,7 @@ def attend(options: Options, *arrays: Array) -> Array:
     packed = _packed.Packed(attend, options.causal, options.window)
     forward = ft.partial(_packed.forward, packed)
     calls = _Calls(forward, ft.partial(_packed.backward, packed))
-    out = _call(calls, query, key, value, *segments)
+    out = _call(calls, *_cudnn_call.vary_alike(query, key, value, *segments))
     return checkpoint_name(constrain(out, _WHOLE), "attention")
 
 
@@ -129,5 +133,18 @@ def _dot_product(
     value: Float[Array, "batch keys kv_heads head_dim"],
     mask: Bool[Array, "batch seq keys"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    call = _cudnn_call.Call(options.causal, options.window or 0, options.scale)
-    return _cudnn_call.attend(call, query, key, value, mask)
+    if _cudnn_call.knows_axes():
+        call = _cudnn_call.Call(options.causal, options.window or 0, options.scale)
+        return _cudnn_call.attend(call, query, key, value, mask)
+    # JAX's own function is split by the compiler, as its arrays are.
+    window = options.window
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=None if mask is None else mask[:, None],
+        is_causal=options.causal,
+        scale=options.scale,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )

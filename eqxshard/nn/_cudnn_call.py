@@ -20,15 +20,16 @@ from jaxtyping import Array, Bool, Float
 
 from .._jax import varies_along
 from ..sharding._mesh import automatic_axes, batch_axes
+from ..sharding._spec import AXES
 
 #: The largest head, and what divides its size, on all GPUs.
-MAX_HEAD, HEAD_MULTIPLE = 128, 8
+_MAX_HEAD, _HEAD_MULTIPLE = 128, 8
 #: What a masked score gets: the least number would overflow in a sum of two.
 _MASKED = {"bfloat16": -2.0 * 2**40, "float16": -2.0 * 2**14}
 _TYPES = {"bfloat16": "BF16", "float16": "F16"}
-#: Whether JAX, before 0.12, also asks for the gradient of what it adds to the scores.
+#: Before 0.12, JAX's call also returns the gradient of the bias.
 _OF_BIAS = jax.__version_info__ < (0, 12)
-#: From the heads before the sequence, as cuDNN writes them, to behind it, and back.
+#: Swaps heads and sequence: cuDNN writes (batch, heads, seq, dim).
 _SWAP = (0, 2, 1, 3)
 #: The products of each direction: the dims that they sum over, and those of the batch, of
 #: the left and the right factor.
@@ -59,8 +60,30 @@ def attend(
     value: Float[Array, "batch keys kv_heads head_dim"],
     mask: Bool[Array, "batch seq keys"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention of a query, a key and a value; of which keys, `mask` says."""
-    return _attend(call, query, key, value, *([] if mask is None else [mask]))
+    """Attention; `mask` says which keys each query sees."""
+    arrays = query, key, value, *([] if mask is None else [mask])
+    return _attend(call, *vary_alike(*arrays))
+
+
+def vary_alike(*arrays: Array) -> list[Array]:
+    """Arrays of per-device code that differ between devices along the same axes.
+
+    So the gradient of one that does not is summed over the devices.
+    """
+    along = [varies_along(jax.typeof(x)) for x in arrays]
+    every = frozenset().union(*along)
+    missing = [tuple(sorted(every - own)) for own in along]
+    return [
+        jax.lax.pcast(x, axes, to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
+
+
+def knows_axes() -> bool:
+    """Whether the names of the axes in context say which split rows, and which heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = {*mesh.axis_names}
+    return bool(mesh.manual_axes) or (bool(names) and names <= {*AXES, *batch_axes(mesh)})
 
 
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -116,9 +139,11 @@ def _on_devices(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
     """Call a function per device over the axes over which the code around it is not."""
     mesh, (query, key, *_) = jax.sharding.get_abstract_mesh(), arrays
     axes = {*mesh.axis_names} - {*mesh.manual_axes}
-    if not axes:
+    if not axes or not knows_axes():
         return fn(*arrays)
-    rows = automatic_axes(batch_axes(mesh), len(query)) or None
+    names = batch_axes(mesh)  # As many of them as divide the rows, from the first.
+    found = (automatic_axes(names[:n], len(query)) for n in range(len(names), 0, -1))
+    rows = next(filter(None, found), None)
     heads = automatic_axes(("tensor",), query.shape[2], key.shape[2]) or None
 
     by_rank = {4: PartitionSpec(rows, None, heads), 3: PartitionSpec(rows, heads)}
@@ -137,7 +162,7 @@ def _on_devices(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
 
 
 def _bias(query: Array, mask: Sequence[Array]) -> list[Array]:
-    """What is added to the scores, of no mask or one."""
+    """The bias of a mask: 0 where it is true, a large negative number elsewhere."""
     dtype = query.dtype
     masked = jnp.asarray(_MASKED[dtype.name], dtype)
     return [jnp.where(x[:, None], jnp.asarray(0, dtype), masked) for x in mask]
@@ -181,7 +206,7 @@ def _call(
     plain: Sequence[tuple[tuple[int, ...], Any]],
     operands: Sequence[Array],
 ) -> list[Array]:
-    """The results of a call, but for its workspace: first those with swapped dims."""
+    """Call cuDNN. Returns all results but the workspace, the transposed ones first."""
     query = operands[0]
     results = [jax.ShapeDtypeStruct(shape, query.dtype) for shape in swapped]
     results += [jax.ShapeDtypeStruct(*each) for each in plain]
@@ -253,4 +278,4 @@ def fits(query: Any, key: Any, mask: Any) -> bool:
     """Whether cuDNN can do attention of these shapes, and its gradient, on all GPUs."""
     seq, keys, dim = query.shape[1], key.shape[1], query.shape[-1]
     is_even = mask is None or seq % 2 == keys % 2 == 0
-    return dim <= MAX_HEAD and dim % HEAD_MULTIPLE == 0 and is_even
+    return dim <= _MAX_HEAD and dim % _HEAD_MULTIPLE == 0 and is_even

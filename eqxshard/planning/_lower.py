@@ -1,7 +1,7 @@
 """Lower a step here, for devices that are not there: what the process that compiles gets.
 
-`lower_ours` makes the step of `make_train_step` on an abstract mesh, `lower_any` takes a
-function of anybody's.
+`lower_ours` makes the step of `make_train_step` on an abstract mesh; `lower_any` takes any
+other function.
 """
 
 import inspect
@@ -29,7 +29,6 @@ from ..sharding._mesh import (
     AXES,
     axis_types,
     batch_sharding,
-    check_batch_size,
     no_such_axis,
     resolve_sizes,
 )
@@ -133,11 +132,41 @@ def lower_ours(
 ) -> Request:
     """Lower a step as [`eqxshard.make_train_step`][] makes it.
 
-    **Arguments:** as for [`eqxshard.plan`][]; `options` are those of `make_train_step` that
-    `init_state` does not take, too.
+    **Arguments:** as for [`eqxshard.plan`][]; `options`: the other arguments of
+    `make_train_step`.
     """
     check_optim(optim)
     mesh, batch = place.mesh(explicit), jax.tree.map(_abstract, batch)
+    # The mesh of a caller's `jax.set_mesh` has other devices.
+    with jax.set_mesh(None):
+        return _lower_on(
+            mesh,
+            place,
+            make_model,
+            loss_fn,
+            optim,
+            batch,
+            rule=rule,
+            trainable=trainable,
+            precision=precision,
+            **options,
+        )
+
+
+def _lower_on(
+    mesh: AbstractMesh,
+    place: Place,
+    make_model: Callable[[Any], PyTree],
+    loss_fn: Callable[..., Any],
+    optim: optax.GradientTransformation,
+    batch: PyTree,
+    *,
+    rule: Rule,
+    trainable: PyTree,
+    precision: Precision | None,
+    **options: Any,
+) -> Request:
+    ONE_BATCH.check(batch, mesh, options["accumulate"])
     state = abstract_state(
         make_model,
         optim,
@@ -148,7 +177,6 @@ def lower_ours(
         precision=precision,
     )
     rows = jax.tree.leaves(batch)[0].shape[0]
-    check_batch_size(rows, mesh, accumulate=options["accumulate"])
     step = make_train_step(loss_fn, optim, mesh=mesh, **options)
     call = step.machine.look_up(state, None, ONE_BATCH)
     traced = call.trace(batch)
@@ -223,7 +251,7 @@ def _bytes(tree: PyTree) -> int:
 
 
 def _offloaded(state: TrainState) -> list[Any]:
-    """What is in the host's memory instead."""
+    """The arrays of the optimizer's state that are in the host's memory."""
     assert state.made_with is not None  # By `abstract_state`.
     rule, leaves = state.made_with.rule, jax.tree.leaves(state.opt_state)
     return [leaf for leaf in leaves if is_offloaded(leaf, rule)]

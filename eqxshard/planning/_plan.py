@@ -244,6 +244,11 @@ class Plan:
 
     def _spans(self) -> tuple[PlannedSpan, ...]:
         """The time line, if there is one."""
+        if self.timeline is None and self.backend != "cpu":
+            raise UsageError(
+                f"no time is predicted, because something of {self.target.name} is not "
+                "known, as the notes of the plan say; give it to the Target."
+            )
         if self.timeline is None:
             raise UsageError(
                 f"the backend {self.backend} makes no schedule of {self.target.name}, so "

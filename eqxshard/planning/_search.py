@@ -119,14 +119,21 @@ def plan_search(
 
     answers = list[Any]()
     with ThreadPoolExecutor(workers) as pool:
-        for place in places:
-            try:
-                # In this thread, whose settings of JAX may be its own.
-                request = lower_ours(place, make_model, loss_fn, optim, batch, **options)
-            except UsageError as error:
-                answers.append(error)
-            else:
-                answers.append(pool.submit(compile, request))
+        try:
+            for place in places:
+                try:
+                    # In this thread, whose settings of JAX may be its own.
+                    request = lower_ours(
+                        place, make_model, loss_fn, optim, batch, **options
+                    )
+                except UsageError as error:
+                    answers.append(error)
+                else:
+                    answers.append(pool.submit(compile, request))
+        except BaseException:
+            # Nobody waits for those that have not begun.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     answers = [each.result() if isinstance(each, Future) else each for each in answers]
     plans = [each for each in answers if isinstance(each, Plan)]
     if not plans:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
+from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from .._errors import ON_PURPOSE, UsageTypeError
@@ -206,7 +207,7 @@ class Memory:
     def describe(self) -> str:
         """What this needs, what the devices have, and what to do."""
         stats: Mapping[str, int] = next(
-            (device.memory_stats() or {} for device in self.mesh.local_devices or ()), {}
+            (device.memory_stats() or {} for device in _local_devices(self.mesh)), {}
         )
         limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
         parts = dict(self.parts)
@@ -263,3 +264,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     """The shape of an array's part on each device."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+
+def _local_devices(mesh: AnyMesh) -> Sequence[Any]:
+    return () if isinstance(mesh, AbstractMesh) else mesh.local_devices or ()

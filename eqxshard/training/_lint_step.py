@@ -16,6 +16,7 @@ from ..compiled._hlo import Frame, Module, parse_module
 from ..compiled._lint_text import Argument, LintedStep, TextLint, unread_is_warned
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
+from ..sharding._mesh import batch_axes
 from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import NamedLeaf, Rule, check_rule
@@ -114,6 +115,7 @@ def describe_step(call: "Call", jaxpr: Any, batch: PyTree) -> LintedStep:
         arguments,
         _batch_entries(call.key.kind, batch),
         scanned_shapes([*all_jaxprs(jaxpr)]),
+        batch_axes(step.mesh),
     )
 
 

@@ -1,9 +1,11 @@
 """Attention, compiled for GPUs that are not there."""
 
+import contextlib
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -121,3 +123,68 @@ def test_causal_rings_compute_half_of_the_blocks(gpus):
     assert half < 0.55 * whole
     # Halves of four arrays and of two gradients are exchanged.
     assert sent < 1.06 * around
+
+
+@pytest.mark.parametrize(
+    "names, rows, context",
+    [
+        # A step of the user's own, without a mesh in context, or with other names.
+        (("data", "tensor"), "data", False),
+        (("dp", "tp"), "dp", True),
+    ],
+)
+def test_without_names_that_say_it_attention_is_split_as_its_arrays_are(
+    gpus, names, rows, context
+):
+    mesh = jax.sharding.Mesh(np.array(gpus).reshape(4, 2), names)
+    split = NamedSharding(mesh, P(rows, None, names[1]))
+    query = jax.ShapeDtypeStruct((8, 256, 8, DIM), jnp.bfloat16, sharding=split)
+
+    def gradient(query):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+            if context
+            else contextlib.nullcontext()
+        ):
+            loss = lambda x: jnp.sum(nn.attention(x, x, x, causal=True) ** 2)  # noqa: E731
+            return jax.grad(loss)(query)
+
+    compiled = jax.jit(gradient).lower(query).compile()
+    assert calls(compiled) == (1, 1, {"[2,4,256,64]"})
+    assert testing.collectives(compiled).times == {}
+
+
+def test_rows_that_divide_over_some_axes_of_the_batch_are_split_over_these(gpus):
+    mesh = eqxshard.make_mesh(data=2, fsdp=4, devices=gpus)
+    rows = NamedSharding(mesh, P("data"))
+    query = jax.ShapeDtypeStruct((4, 256, 8, DIM), jnp.bfloat16, sharding=rows)
+
+    def attend(query):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return nn.attention(query, query, query, causal=True)
+
+    compiled = jax.jit(attend).lower(query).compile()
+    assert calls(compiled) == (1, 0, {"[2,8,256,64]"})
+    assert testing.collectives(compiled).times == {}
+
+
+def test_the_gradient_of_a_key_that_all_devices_share_is_summed(gpus):
+    mesh = eqxshard.make_mesh(data=8, devices=gpus)
+    query, key = (
+        jax.ShapeDtypeStruct(
+            (8, 256, 8, DIM), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+        for spec in (P("data"), P())
+    )
+
+    def loss(query, key):
+        out = jax.shard_map(
+            lambda query, key: nn.attention(query, key, key, causal=True),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+        )(query, jnp.broadcast_to(key[:1], (1, *key.shape[1:])))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(query, key).compile()
+    assert "all-reduce" in testing.collectives(compiled).times
