@@ -166,3 +166,33 @@ def test_abstract_meshes_are_for_shapes_alone(unannotated):
         eqxshard.init_state(*given, key=key, mesh=mesh, **options)
     with pytest.raises(ValueError, match="for which devices it is; give"):
         eqxshard.abstract_state(*given, key=key, mesh=abstract(4, 16), **options)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_mesh_of_the_caller_does_not_matter(explicit):
+    alone = lower_for_gpus(lint_helpers.square_losses, {"fsdp": 8})
+    with jax.set_mesh(eqxshard.make_mesh(data=2, fsdp=4, explicit=explicit)):
+        found = lower_for_gpus(lint_helpers.square_losses, {"fsdp": 8})
+    assert text_of(found.module) == text_of(alone.module)
+    assert found.linted.batch_axes == ("data", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "batch, says",
+    [
+        ({}, "entries of a batch have the shapes"),
+        ({"x": jax.ShapeDtypeStruct((64, 64), jnp.float32), "n": 3}, "'n'|n is"),
+        ({"x": jax.ShapeDtypeStruct((5, 64), jnp.float32)}, "5 does not divide over"),
+    ],
+)
+def test_a_batch_that_no_step_takes_is_refused(batch, says):
+    with pytest.raises((eqxshard.UsageError, TypeError), match=says):
+        eqxshard.plan(**{**MLP, "batch": batch}, mesh_shape={"fsdp": 8}, target="cpu")
+
+
+def test_options_that_only_the_compiler_for_tpus_knows_are_left_to_it():
+    tpus = Place(Target.named("tpu-v5p"), "tpu", dict.fromkeys(AXES, 1))
+    options: dict[str, Any] = {"xla_tpu_enable_async_collective_fusion": True}
+    given: dict[str, Any] = {**MLP, "trainable": True, "precision": None, "accumulate": 1}
+    request = lower_ours(tpus, **given, compiler_options=options)
+    assert request.compiler_options == options
