@@ -110,7 +110,8 @@ def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
     """The examples per second at this time, and a few words more."""
     assert plan.examples is not None
     speed = plan.examples / time.step
-    shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
+    # Four digits, without an exponent.
+    shown = f"{float(f'{speed:.4g}'):,.0f}" if speed >= 1000 else f"{speed:.4g}"
     return f"{shown} examples/s", f"{plan.examples:,} at once"
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh, on
 
+import eqxshard
 from eqxshard import testing
 from eqxshard.nn import _cudnn_call, attention
 
@@ -37,12 +38,25 @@ def primitives(fn, *args):
     return str(jax.make_jaxpr(fn)(*args))
 
 
+@pytest.fixture
+def on_mesh():
+    """A mesh in context, of one device, whose axes say what is split."""
+    mesh = eqxshard.make_mesh(data=1, devices=jax.devices()[:1])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn):
+def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn, on_mesh):
     assert CALL in primitives(attention, *arrays(dtype)[:3])
     # Not if it could not compute it.
     for other in (arrays(jnp.float32), arrays(dtype, dim=12)):
         assert CALL not in primitives(attention, *other[:3])
+
+
+def test_without_a_mesh_the_call_is_jaxs_own_which_is_split_as_arrays_are(cudnn):
+    found = primitives(attention, *arrays(jnp.bfloat16)[:3])
+    assert CALL not in found and "dot_product_attention_fwd" in found
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -80,7 +94,7 @@ def calls_for_gpus(fn, *args):
         ({"causal": True}, True),
     ],
 )
-def test_the_calls_are_those_of_jax(options, packed, cudnn, as_scripts_run):
+def test_the_calls_are_those_of_jax(options, packed, cudnn, on_mesh, as_scripts_run):
     args = arrays(jnp.bfloat16)[:3]
     of = segments() if packed else None
     ours = ft.partial(attention, segments=of, scale=0.3, **options)
@@ -140,7 +154,7 @@ def test_their_operands_are_in_the_order_of_jax(packed, cudnn, as_scripts_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_elsewhere_it_is_exact(packed, cudnn):
+def test_elsewhere_it_is_exact(packed, cudnn, on_mesh):
     args = arrays(jnp.bfloat16)
     fn = ft.partial(attention, causal=True, segments=segments() if packed else None)
     assert CALL in primitives(fn, *args[:3])

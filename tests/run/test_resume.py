@@ -170,7 +170,7 @@ def test_resuming_says_what_changed(copy, capsys):
         "devices 2 x cpu -> 4 x cpu",
         "mesh data=2 -> data=4",
         "log_every 2 -> 3",
-        "epochs 2.0 -> 3.0",
+        "epochs 2 -> 3",
         "rate none -> 0.1",
     }
 
