@@ -139,86 +139,59 @@ def lower_ours(
     mesh, batch = place.mesh(explicit), jax.tree.map(_abstract, batch)
     # The mesh of a caller's `jax.set_mesh` has other devices.
     with jax.set_mesh(None):
-        return _lower_on(
-            mesh,
-            place,
+        ONE_BATCH.check(batch, mesh, options["accumulate"])
+        state = abstract_state(
             make_model,
-            loss_fn,
             optim,
-            batch,
+            key=jax.random.key(0),
+            mesh=mesh,
             rule=rule,
             trainable=trainable,
             precision=precision,
-            **options,
         )
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        step = make_train_step(loss_fn, optim, mesh=mesh, **options)
+        call = step.machine.look_up(state, None, ONE_BATCH)
+        traced = call.trace(batch)
+        lowered = lower_traced(traced, _PLATFORMS[place.backend])
 
+        def lower() -> jax.stages.Lowered:
+            return lowered
 
-def _lower_on(
-    mesh: AbstractMesh,
-    place: Place,
-    make_model: Callable[[Any], PyTree],
-    loss_fn: Callable[..., Any],
-    optim: optax.GradientTransformation,
-    batch: PyTree,
-    *,
-    rule: Rule,
-    trainable: PyTree,
-    precision: Precision | None,
-    **options: Any,
-) -> Request:
-    ONE_BATCH.check(batch, mesh, options["accumulate"])
-    state = abstract_state(
-        make_model,
-        optim,
-        key=jax.random.key(0),
-        mesh=mesh,
-        rule=rule,
-        trainable=trainable,
-        precision=precision,
-    )
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    step = make_train_step(loss_fn, optim, mesh=mesh, **options)
-    call = step.machine.look_up(state, None, ONE_BATCH)
-    traced = call.trace(batch)
-    lowered = lower_traced(traced, _PLATFORMS[place.backend])
-
-    def lower() -> jax.stages.Lowered:
-        return lowered
-
-    leaves = explain(state.model, mesh, rule, optim=optim, trainable=trainable).leaves
-    gradients = {
-        leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
-        for leaf in leaves
-        if leaf.update_spec is not None
-    }
-    # The first array of a state is the number of the step, and then come the model's.
-    paths = (path for path, _ in array_leaves(state.model))
-    arrays = ", ".join(f"{path} {format_array(x)}" for path, x in array_leaves(batch))
-    settings = {"rule": rule, "batch": arrays, "precision": precision, **options}
-    unused = unused_axes(state, mesh, rule, lower)
-    return Request(
-        module=dump_module(lowered),
-        target=place.target,
-        backend=place.backend,
-        devices=place.devices,
-        sizes=place.sizes,
-        compiler_options=options_for(mesh, options["compiler_options"]),
-        names={f"arrays[{number}]": path for number, path in enumerate(paths, start=1)},
-        gradients=gradients,
-        linted=describe_step(call, traced.jaxpr, batch),
-        inputs=(),
-        known=Known(
-            arguments=_arguments(state, batch),
-            gradients=sum(leaf.gradient for leaf in leaves),
-            offloaded=_bytes(_offloaded(state)),
-            leaves=leaves,
-        ),
-        examples=rows,
-        settings={name: str(value) for name, value in settings.items()},
-        findings=tuple(lint_traced(call, traced.jaxpr)),
-        repeated=tuple(repeated_axes(state, mesh, lower)),
-        notes=tuple(said.removesuffix(".") for said in unused),
-    )
+        leaves = explain(state.model, mesh, rule, optim=optim, trainable=trainable).leaves
+        gradients = {
+            leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
+            for leaf in leaves
+            if leaf.update_spec is not None
+        }
+        # The first array of a state is the number of the step, and then come the model's.
+        paths = (path for path, _ in array_leaves(state.model))
+        arrays = ", ".join(f"{path} {format_array(x)}" for path, x in array_leaves(batch))
+        settings = {"rule": rule, "batch": arrays, "precision": precision, **options}
+        unused = unused_axes(state, mesh, rule, lower)
+        return Request(
+            module=dump_module(lowered),
+            target=place.target,
+            backend=place.backend,
+            devices=place.devices,
+            sizes=place.sizes,
+            compiler_options=options_for(mesh, options["compiler_options"]),
+            names={f"arrays[{number}]": path for number, path in enumerate(paths, start=1)},
+            gradients=gradients,
+            linted=describe_step(call, traced.jaxpr, batch),
+            inputs=(),
+            known=Known(
+                arguments=_arguments(state, batch),
+                gradients=sum(leaf.gradient for leaf in leaves),
+                offloaded=_bytes(_offloaded(state)),
+                leaves=leaves,
+            ),
+            examples=rows,
+            settings={name: str(value) for name, value in settings.items()},
+            findings=tuple(lint_traced(call, traced.jaxpr)),
+            repeated=tuple(repeated_axes(state, mesh, lower)),
+            notes=tuple(said.removesuffix(".") for said in unused),
+        )
 
 
 def _abstract(leaf: Any) -> Any:
