@@ -15,19 +15,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..sharding._placement import constrain
 from . import _cudnn_call, _packed
-from ._cudnn_call import in_rows
+from ._cudnn_call import Options, in_rows
 
 _ANY = PartitionSpec.UNCONSTRAINED
 #: cuDNN takes whole sequences, also where experts would have the compiler split them.
 _WHOLE = PartitionSpec(_ANY, None, _ANY, None)
-
-
-class Options(NamedTuple):
-    """The static arguments of a call, as for [`eqxshard.nn.attention`][]."""
-
-    causal: bool
-    window: int | None
-    scale: float
 
 
 def supports(options: Options, query: Array, key: Array, segments: Array | None) -> bool:
@@ -134,8 +126,7 @@ def _dot_product(
     mask: Bool[Array, "batch seq keys"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     if _cudnn_call.knows_axes():
-        call = _cudnn_call.Call(options.causal, options.window or 0, options.scale)
-        return _cudnn_call.attend(call, query, key, value, mask)
+        return _cudnn_call.attend(options, query, key, value, mask)
     # JAX's own function is split by the compiler, as its arrays are.
     window = options.window
     return jax.nn.dot_product_attention(

@@ -45,16 +45,16 @@ _BACKWARD = {
 }
 
 
-class Call(NamedTuple):
-    """The static arguments of a call: `window` is 0 if there is none."""
+class Options(NamedTuple):
+    """The static arguments of a call, as for [`eqxshard.nn.attention`][]."""
 
     causal: bool
-    window: int
+    window: int | None
     scale: float
 
 
 def attend(
-    call: Call,
+    options: Options,
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch keys kv_heads head_dim"],
     value: Float[Array, "batch keys kv_heads head_dim"],
@@ -62,7 +62,7 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Attention; `mask` says which keys each query sees."""
     arrays = query, key, value, *([] if mask is None else [mask])
-    return _attend(call, *vary_alike(*arrays))
+    return _attend(options, *vary_alike(*arrays))
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
@@ -87,20 +87,20 @@ def knows_axes() -> bool:
 
 
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, *arrays: Array) -> Array:
-    return in_rows(ft.partial(_forward, call), (4, 3), *arrays)[0]
+def _attend(options: Options, *arrays: Array) -> Array:
+    return in_rows(ft.partial(_forward, options), (4, 3), *arrays)[0]
 
 
-def _attend_forward(call: Call, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
-    made = in_rows(ft.partial(_forward, call), (4, 3), *arrays)
+def _attend_forward(options: Options, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    made = in_rows(ft.partial(_forward, options), (4, 3), *arrays)
     out, statistics = (checkpoint_name(x, "attention") for x in made)
     return out, (*arrays, statistics, out)
 
 
 def _attend_backward(
-    call: Call, kept: tuple[Array, ...], grad: Array
+    options: Options, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array | None, ...]:
-    grads = in_rows(ft.partial(_backward, call), 4, *kept, grad)
+    grads = in_rows(ft.partial(_backward, options), 4, *kept, grad)
     return *grads, *[None] * (len(kept) - 5)  # Of the mask, if there is one.
 
 
@@ -169,14 +169,14 @@ def _bias(query: Array, mask: Sequence[Array]) -> list[Array]:
 
 
 def _forward(
-    call: Call, query: Array, key: Array, value: Array, *mask: Array
+    options: Options, query: Array, key: Array, value: Array, *mask: Array
 ) -> tuple[Array, Array]:
     """The output, and what to go backward needs: a number for each row of scores."""
     batch, seq, heads, dim = query.shape
     bias = _bias(query, mask)
     out, statistics = _call(
         f"__cudnn$fmha{'ScaleBias' if bias else ''}Softmax",
-        _config(call, query, key, _FORWARD),
+        _config(options, query, key, _FORWARD),
         [(batch, heads, seq, dim)],
         [((batch, heads, seq), np.float32)],
         [query, key, value, *bias],
@@ -184,14 +184,16 @@ def _forward(
     return out, statistics
 
 
-def _backward(call: Call, query: Array, key: Array, value: Array, *rest: Array) -> Any:
+def _backward(
+    options: Options, query: Array, key: Array, value: Array, *rest: Array
+) -> Any:
     """The gradients of query, key and value."""
     *mask, statistics, out, grad = rest
     bias = _bias(query, mask)
     shapes = [tuple(x.shape[i] for i in _SWAP) for x in (query, key, value)]
     grads = _call(
         f"__cudnn$fmha{'ScaleBias' if bias else ''}SoftmaxBackward",
-        _config(call, query, key, _BACKWARD),
+        _config(options, query, key, _BACKWARD),
         shapes,
         [(x.shape, x.dtype) for x in bias if _OF_BIAS],
         [query, key, value, statistics, grad, *bias, out],
@@ -223,7 +225,7 @@ def _call(
     return [*(jnp.transpose(x, _SWAP) for x in varying[:count]), *varying[count:]]
 
 
-def _config(call: Call, query: Array, key: Array, products: Any) -> str:
+def _config(options: Options, query: Array, key: Array, products: Any) -> str:
     """What XLA reads of a call."""
     batch, seq, heads, _ = query.shape
     layout = {
@@ -246,7 +248,7 @@ def _config(call: Call, query: Array, key: Array, products: Any) -> str:
             "is_cudnn_frontend": True,
             "workspace_size": "0",
         },
-        "fmha_scale": call.scale,
+        "fmha_scale": options.scale,
         "intermediate_tensor_shape": {
             "element_type": _TYPES[query.dtype.name],
             "dimensions": [str(n) for n in (batch, heads, seq, key.shape[1])],
@@ -255,7 +257,7 @@ def _config(call: Call, query: Array, key: Array, products: Any) -> str:
             "is_dynamic_dimension": [False] * 4,
         },
         "is_flash_attention": True,
-        "mask_type": "CAUSAL" if call.causal else "NO_MASK",
+        "mask_type": "CAUSAL" if options.causal else "NO_MASK",
     }
     for name, ((left, right), (left_batch, right_batch)) in products.items():
         config[f"{name}_dot_dimension_numbers"] = {
@@ -267,7 +269,7 @@ def _config(call: Call, query: Array, key: Array, products: Any) -> str:
     config |= {
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": call.window,
+        "sliding_window_length": options.window or 0,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }

@@ -37,7 +37,7 @@ from ..sharding._spec import spec_axes
 from ..sharding._text import first_few
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
-from ..training._jit import options_for
+from ..training._jit import lowered_as, options_for
 from ..training._lint_step import describe_step, lint_traced
 from ..training._optimizer import check_optim
 from ..training._precision import Precision
@@ -53,9 +53,6 @@ from ._backends import check_whole_hosts, find_backend
 from ._child import Request, dump_module
 from ._read import Known
 from ._targets import Compiler, Target, cores_of, target_here
-
-#: JAX's names of the platforms that compilers are for.
-_PLATFORMS: dict[Compiler, str] = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 
 
 class Place(NamedTuple):
@@ -153,7 +150,7 @@ def lower_ours(
         step = make_train_step(loss_fn, optim, mesh=mesh, **options)
         call = step.machine.look_up(state, None, ONE_BATCH)
         traced = call.trace(batch)
-        lowered = lower_traced(traced, _PLATFORMS[place.backend])
+        lowered = lower_traced(traced, lowered_as(place.backend))
 
         def lower() -> jax.stages.Lowered:
             return lowered
@@ -251,7 +248,7 @@ def lower_any(
             "more devices than there are here, give shardings on a "
             "jax.sharding.AbstractMesh, or give it as mesh=."
         )
-    function = lower_function(fn, args, kwargs, mesh, _PLATFORMS[compiler])
+    function = lower_function(fn, args, kwargs, mesh, lowered_as(compiler))
     step = function.step
     check_whole_hosts(found, compiler, step.devices)
     repeated = _repeated(step, function.lowered)

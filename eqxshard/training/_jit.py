@@ -31,13 +31,15 @@ from .rewrite._guards import guard_partitioner, sum_tables_whole
 from .rewrite._interpreter import Interpreter, is_rewriting, run_rewritten
 from .rewrite._types import erase_types
 
-#: What JAX calls a platform that it lowers for, where the devices call it otherwise.
-_LOWERED_AS = {"gpu": "cuda"}
-
 _DEBUG_NANS_LATE = (
     "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
     "the step is first called, so that JAX donates nothing, and go on from what you saved."
 )
+
+
+def lowered_as(platform: str) -> str:
+    """The name of a platform where JAX lowers for it."""
+    return "cuda" if platform == "gpu" else platform
 
 
 def jit_on(
@@ -117,7 +119,7 @@ def lower_for(mesh: AnyMesh, traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lower a program for the devices of a mesh, which may not be there."""
     if not isinstance(mesh, AbstractMesh):
         return traced.lower()
-    platform = _LOWERED_AS.get(platform_of(mesh), platform_of(mesh))
+    platform = lowered_as(platform_of(mesh))
     return traced.lower(lowering_platforms=(platform,))
 
 

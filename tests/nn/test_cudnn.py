@@ -121,8 +121,8 @@ def test_their_operands_are_in_the_order_of_jax(packed, cudnn, as_scripts_run):
     mask = [segments()[:, :, None] == segments()[:, None, :]] if packed else []
 
     def ours(query, key, value, *mask):
-        call = _cudnn_call.Call(causal=True, window=0, scale=0.3)
-        return _cudnn_call.attend(call, query, key, value, mask[0] if mask else None)
+        options = _cudnn_call.Options(causal=True, window=None, scale=0.3)
+        return _cudnn_call.attend(options, query, key, value, mask[0] if mask else None)
 
     def theirs(query, key, value, *mask):
         options = {"mask": mask[0][:, None]} if mask else {}
