@@ -27,8 +27,8 @@ _MAX_HEAD, _HEAD_MULTIPLE = 128, 8
 #: What a masked score gets: the least number would overflow in a sum of two.
 _MASKED = {"bfloat16": -2.0 * 2**40, "float16": -2.0 * 2**14}
 _TYPES = {"bfloat16": "BF16", "float16": "F16"}
-#: Before 0.12, JAX's call also returns the gradient of the bias.
-_OF_BIAS = jax.__version_info__ < (0, 12)
+#: Before 0.11.1, JAX's call also returns the gradient of the bias.
+_OF_BIAS = jax.__version_info__ < (0, 11, 1)
 #: Swaps heads and sequence: cuDNN writes (batch, heads, seq, dim).
 _SWAP = (0, 2, 1, 3)
 #: The products of each direction: the dims that they sum over, and those of the batch, of
