@@ -1,6 +1,6 @@
-"""`python -m eqxshard COMMAND`: pages of runs, and facts of a machine.
+"""`python -m eqxshard COMMAND`: write the page of a run, or print facts about a machine.
 
-`page` makes the page of a run folder. `info` prints something even where JAX cannot be
+`page` writes the page of a run's folder. `info` prints something even where JAX cannot be
 imported, so this module imports neither JAX nor the rooms that do.
 """
 
@@ -14,10 +14,10 @@ from ._parser import Parser, allow_closed_stdout
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the command line; return the exit status."""
     parser = Parser(
         prog="python -m eqxshard",
-        description="Look at runs, and print facts of a machine.",
+        description="Write the page of a run, or print facts about this machine.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -26,7 +26,7 @@ def main(args: Sequence[str] | None = None) -> int:
         commands,
         "info",
         info,
-        "Print versions, variables of the environment and devices, to paste into an issue.",
+        "Print versions, environment variables and devices, to paste into an issue.",
     )
     args = sys.argv[1:] if args is None else args
     options = parser.parse_args(args)
@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace) -> None:
 def _add(
     commands: Any, name: str, run: Callable[..., Any], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command, and the text of its help."""
+    """Add a command with the text of its help."""
     parser = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
@@ -66,12 +66,12 @@ def _add_page(commands: Any) -> None:
         commands,
         "page",
         _page,
-        "Write index.html into the folder of a run: of one that was killed, or still runs, "
-        "or after a plan was put beside it as plan.json.",
+        "Write index.html into the folder of a run that was killed or is still running, or "
+        "again after a plan was put into the folder as plan.json.",
     )
     page.add_argument("folder", metavar="RUN", help="the folder of a run")
     page.add_argument(
-        "--traceback", action="store_true", help="at an error, show the whole traceback"
+        "--traceback", action="store_true", help="show the whole traceback of an error"
     )
 
 

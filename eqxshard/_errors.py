@@ -1,13 +1,13 @@
-"""The errors that are meant for users: one sentence what is wrong, one what to do."""
+"""The errors meant for users: one sentence says what is wrong, and one what to do."""
 
 
 class UsageError(ValueError):
     """A mistake in how something is used, such as options that contradict each other.
 
-    Everything that this library raises at a wrong value is one. Raise it in a script, or
-    in a model that it makes, with a sentence that says what is wrong and what to do.
-    [`eqxshard.cli`][] prints the sentence alone, and ends with exit status 2. Other errors
-    are taken for bugs, and shown with their traceback.
+    This library raises it for every wrong value. Raise it in a script or a model of your
+    own, with a sentence that says what is wrong and what to do. [`eqxshard.cli`][] prints
+    the sentence alone, and ends with exit status 2. It takes other errors for bugs, and
+    shows their traceback.
 
     !!! Example
 
@@ -19,7 +19,7 @@ class UsageError(ValueError):
 
 
 class UsageTypeError(TypeError):
-    """The same for a value of the wrong type; not a `ValueError`, as Python has it."""
+    """The same for a value of the wrong type. As in Python, it is not a `ValueError`."""
 
 
 class UsageOSError(UsageError, OSError):
@@ -31,8 +31,8 @@ class UsageFileError(UsageOSError, FileNotFoundError):
 
 
 class NonfiniteError(UsageError, FloatingPointError):
-    """The same for training that gave up, because values are not finite."""
+    """The same for training that gave up because values are not finite."""
 
 
-#: The errors that say all that their reader needs.
+#: The errors whose message is enough without a traceback.
 ON_PURPOSE = (UsageError, UsageTypeError)

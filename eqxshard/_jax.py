@@ -1,7 +1,8 @@
-"""What JAX does not promise to keep from one version to the next, all in this file.
+"""The parts of JAX that may change from one version to the next, all in this file.
 
-These are names of `jax.extend`, `jax.interpreters` and `jax.core`, and attributes of
-equations and of the types of arrays. Everything else uses documented names alone.
+They are names of `jax.extend`, `jax.interpreters` and `jax.core`, attributes of equations
+and of the types of arrays, and the client of JAX's coordination service. All other files
+use documented names only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,22 @@ from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 REMATTED = "rematted_computation"
 
 
+def coordination_client() -> Any:
+    """The client of JAX's coordination service; `None` in a run of one process."""
+    from jax.experimental import multihost_utils
+
+    module: Any = multihost_utils
+    return module.distributed.global_state.client
+
+
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The outputs of an equation, with inputs and parameters of one's own."""
+    """Evaluate an equation on other inputs, with other parameters; return its outputs."""
     out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**params}))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def context_of(eqn: Any) -> Any:
-    """The settings that an equation was traced under, with a context `manager` of them."""
+    """The settings that an equation was traced under; their `manager` applies them."""
     return eqn.ctx
 
 
@@ -42,12 +51,12 @@ def mesh_of(eqn: Any) -> jax.sharding.AbstractMesh:
 
 
 def with_context(eqn: Any, context: Any) -> Any:
-    """An equation in another context."""
+    """A copy of an equation in another context."""
     return eqn.replace(ctx=context)
 
 
 def at_line_of(eqn: Any, new: Any) -> Any:
-    """An equation at the user's line that another one is from."""
+    """A copy of the equation `new` that comes from the same user's line as `eqn`."""
     return new.replace(source_info=eqn.source_info)
 
 
@@ -63,11 +72,11 @@ def frames_of(eqn: Any) -> Sequence[Any]:
 
 
 def varies_along(aval: Any) -> frozenset[str]:
-    """The axes along which an array of a type varies, in code for each device."""
+    """The mesh axes along which an array of this type varies inside `jax.shard_map`."""
     return aval.manual_axis_type.varying
 
 
 def mapped_axes(eqn: Any) -> set[str]:
-    """The axes along which a `jax.shard_map` is code for each device."""
+    """The mesh axes along which a `jax.shard_map` runs its function per device."""
     name = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"
-    return {*eqn.params[name]}  # The second since JAX 0.10.2.
+    return {*eqn.params[name]}  # The second name is that of JAX 0.10.2 and later.

@@ -1,4 +1,4 @@
-"""The command lines of `python -m eqxshard` and of its modules."""
+"""The argument parser of `python -m eqxshard` and `python -m eqxshard.launch`."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, and exit with status 2."""
@@ -22,9 +22,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def allow_closed_stdout() -> Iterator[None]:
-    """End without a word, with status 141, if nobody reads standard output any more.
+    """Exit silently, with status 141, when the reader of standard output has gone.
 
-    As `head` does, whoever reads it may leave early. Shells report 141 for that.
+    Readers such as `head` leave early. 141 is what shells report for that (SIGPIPE).
     """
     try:
         try:
@@ -42,7 +42,7 @@ def allow_closed_stdout() -> Iterator[None]:
 
 
 def is_stdout_closed() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """True if standard output is a pipe that nobody reads any more."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

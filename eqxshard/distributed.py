@@ -1,6 +1,6 @@
 """Several processes that run one script: joining, and checking that they agree.
 
-Knows processes and JSON; used by every room, uses none.
+It knows processes and JSON. Every room may import it; it imports no room.
 """
 
 import hashlib
@@ -19,11 +19,12 @@ import jax
 import numpy as np
 
 from ._errors import UsageError
+from ._jax import coordination_client
 
-#: Processes that fail together need a moment each to print why.
+#: How long a failed process waits before it exits, for the others to print their errors.
 _LAST_WORDS_SECONDS = 2.0
 
-#: How long a process waits for others, unless it is told otherwise.
+#: How long a process waits for others by default.
 _WAIT_SECONDS = 600
 
 #: The environment variables of the launcher and of job files, read by `initialize`.
@@ -58,17 +59,18 @@ def initialize(
         `$EQXSHARD_PROCESS`, which `python -m eqxshard.launch` sets, or else from the
         cluster.
     - `wait_seconds`: how long a process waits for the others: to join, each time that they
-        compare or exchange something, and at the end of the script. 600, or
-        `$EQXSHARD_WAIT_SECONDS`. These are JAX's own time-outs, whose errors name the
-        processes that did not come (but for those that did not join).
-    - `heartbeat_seconds`: how long a process may be silent before JAX ends all: 30, or
-        `$EQXSHARD_HEARTBEAT_SECONDS`.
+        compare or exchange something, and at the end of the script. By default,
+        `$EQXSHARD_WAIT_SECONDS` if set, else 600. These are JAX's own time-outs, whose
+        errors name the missing processes (except those that did not join).
+    - `heartbeat_seconds`: how long a process may be silent before JAX ends all of them. By
+        default, `$EQXSHARD_HEARTBEAT_SECONDS` if set, else 30.
 
     **Raises:**
 
-    `ValueError` if only some of the three are known, if there is no such process, if the
-    address is none, or if the processes differ. If others do not join in time, JAX ends
-    this process with status 134.
+    `ValueError` if only some of the three are known, if one of these values is not a
+    number, if `process_id` is not less than `num_processes`, if the address is not
+    `HOST:PORT`, or if the processes differ. If others do not join in time, JAX ends this
+    process with status 134.
 
     !!! Example
 
@@ -112,7 +114,7 @@ def initialize(
         address,
         count,
         None if number is None else _integer("process_id", number),
-        # JAX would ask the cluster for more than is missing, such as SLURM's GPUs.
+        # Otherwise JAX would also ask the cluster, for example for SLURM's GPUs.
         cluster_detection_method=None if missing else "deactivate",
         initialization_timeout=wait,
         shutdown_timeout_seconds=wait,
@@ -167,12 +169,12 @@ def count_cores() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is process 0, which writes what is written once."""
+    """True in process 0, which writes what is written once."""
     return jax.process_index() == 0
 
 
 def spans_processes(devices: Iterable[Any]) -> bool:
-    """Whether devices, such as a mesh's, belong to several processes."""
+    """True if devices, such as a mesh's, belong to several processes."""
     return len({device.process_index for device in devices}) > 1
 
 
@@ -242,30 +244,32 @@ class _Exchange:
 
         **Arguments:**
 
-        - `what`: what it is for; the same in all processes.
+        - `what`: a name for the exchange, for errors; the same in all processes.
         - `value`: this process's own.
 
         **Raises:**
 
-        `ValueError` if the processes are at different places.
+        `ValueError` if the processes wait for different things; JAX's error if one does
+        not come in time.
         """
         wait = self.wait_seconds or _seconds("wait_seconds", None, _WAIT_SECONDS)
-        service, number, me = _coordinator(), next(self._numbers), jax.process_index()
+        service, number = coordination_client(), next(self._numbers)
+        me = jax.process_index()
         folder = f"eqxshard/gather/{number}/"
         service.key_value_set(f"{folder}{me}", json.dumps([what, value]))
         try:
             service.wait_at_barrier("eqxshard", 1000 * wait)
         except jax.errors.JaxRuntimeError as error:
             error.add_note(
-                f"This was process {me}, which has waited for {what}, for at most "
-                f"wait_seconds={wait}. See what those that did not come were doing; start "
-                "the run again, to resume from its newest checkpoint, or give wait_seconds "
-                "or $EQXSHARD_WAIT_SECONDS more."
+                f"Process {me} waited for {what}, for up to wait_seconds={wait}. See what "
+                "the missing processes were doing; start the run again, to resume from its "
+                "newest checkpoint, or give a larger wait_seconds or "
+                "$EQXSHARD_WAIT_SECONDS."
             )
             raise
         entries = service.key_value_dir_get(folder)
         found = {int(k.removeprefix(folder)): json.loads(text) for k, text in entries}
-        # All have read what was before.
+        # All have passed the barrier, so all have read the values of the gathering before.
         if number:
             service.key_value_delete(f"eqxshard/gather/{number - 1}/{me}")
         everyone = [found[process] for process in sorted(found)]
@@ -280,16 +284,8 @@ class _Exchange:
 _exchange = _Exchange()
 
 
-def _coordinator() -> Any:
-    """The client of JAX's coordination service, which has no public name."""
-    from jax.experimental import multihost_utils
-
-    module: Any = multihost_utils
-    return module.distributed.global_state.client
-
-
 def _differences(said: Iterable[str]) -> str | None:
-    """Which processes say what, given what each says; `None` if it is the same."""
+    """Which processes say what, from the text of each; `None` if all say the same."""
     processes: dict[str, list[str]] = {}
     for process, text in enumerate(said):
         processes.setdefault(text, []).append(str(process))
@@ -318,7 +314,7 @@ def _exit_on_error(kind: type[BaseException], error: BaseException, trace: Any) 
 
 
 def _in_cluster() -> bool:
-    """Whether a scheduler started this process as one of several."""
+    """True if a scheduler started this process as one of several."""
     sizes = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     return any(os.environ.get(name, "1") != "1" for name in sizes)
 

@@ -26,7 +26,7 @@ from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to stop once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
-#: The number of last lines of a process to show.
+#: How many of the last lines of a failed process to show.
 _LAST_LINES = 15
 
 
@@ -45,13 +45,17 @@ def launch(
     - `processes`: the number of processes.
     - `devices_per_process`: the number of simulated CPU devices of each. By default, each
         has one of the machine's GPUs, or if there are none, JAX's default devices.
-    - `restarts`: how often to start all again after one has died. The script must resume
-        from its newest checkpoint by itself, such as with `--resume auto`. Exit status 2,
-        a mistake in the command, is final.
+    - `restarts`: how often to start all processes again after one has died. The script
+        must resume from its newest checkpoint by itself, for example with `--resume auto`.
+        Exit status 2, a mistake in the command, is final.
 
     **Returns:**
 
     The exit status: 0, or that of the process that died first, 128 + N for signal N.
+
+    **Raises:**
+
+    `ValueError` if there are fewer GPUs than processes.
     """
     with _signals_to_stop() as signals:
         while True:
@@ -76,8 +80,8 @@ class _Worker:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # Apart from the terminal, whose Ctrl-C we pass on ourselves, and with all that
-            # it starts itself.
+            # A session of its own, so that a Ctrl-C reaches it through us only, and that it
+            # can be killed together with all that it starts.
             start_new_session=True,
         )
         self._status: int | None = None
@@ -87,11 +91,11 @@ class _Worker:
         self._reader.start()
 
     def drain(self) -> None:
-        """Wait until all its output is printed; a child may keep it open for longer."""
+        """Wait until its output is printed, at most 1 s: a child may keep the pipe open."""
         self._reader.join(timeout=1.0)
 
     def poll(self) -> int | None:
-        """Its exit status, if it has ended. If it failed, what it started is killed."""
+        """Its exit status, or `None` while it runs. If it failed, kill its children."""
         if self._status is None:
             self._status = self.process.poll()
             if self._status:
@@ -104,7 +108,7 @@ class _Worker:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, and what it started, if it still runs."""
+        """Kill it and its children, if it still runs."""
         if self.poll() is None:
             self._kill_group()
             self.process.wait()
@@ -134,7 +138,7 @@ def _signals_to_stop() -> Iterator[list[int]]:
     seen: list[int] = []
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Under nohup, or in the background of a shell, some are ignored, and stay so.
+        # Under nohup, or in the background of a shell, some are ignored, and must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, _: seen.append(number))
     try:
@@ -219,7 +223,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 def _describe_failure(worker: _Worker, processes: int) -> str:
-    """Which process died, how, and its last lines."""
+    """A text that says which process died and how, with its last lines."""
     code = worker.process.returncode
     how = f"ended with status {code}"
     if code < 0:
@@ -233,8 +237,8 @@ def _print(text: str) -> None:
 
 
 def _free_port() -> int:
-    # Below those that systems give to connections: until process 0 listens, seconds later,
-    # another program could get one of them.
+    # Below the ephemeral ports: the system could give one of those to another program in
+    # the seconds before process 0 listens.
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -254,7 +258,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command line; return the exit status."""
     parser = Parser(
         prog="python -m eqxshard.launch",
         description="Run a script in several processes on this machine.",
@@ -272,7 +276,8 @@ def main() -> int:
         "--restarts",
         type=partial(_count, 0),
         default=0,
-        help="how often to start all again after one has died (the script must resume)",
+        help="how often to start all processes again after one has died (the script must "
+        "resume by itself)",
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the script (or -m module), its arguments"

@@ -1,6 +1,6 @@
-"""What `fit` calls during a run: the base class, and callbacks that are ready to use.
+"""Callbacks of `fit`: the base class, and callbacks that are ready to use.
 
-Only names; their code is in `loop`.
+This room only names them; their code is in `loop`.
 """
 
 from ..loop._callbacks import Callback as Callback
