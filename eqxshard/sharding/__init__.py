@@ -1,7 +1,7 @@
 """Where arrays live: meshes, the rules that split arrays over them, and placing arrays.
 
-Knows PyTrees, devices, type annotations and the weights of a batch's examples; knows
-nothing of training. May use `eqxshard.distributed` only.
+This room knows PyTrees, devices, type annotations and the weights of a batch's examples,
+and nothing of training. Of the other rooms, it may use `distributed` only.
 """
 
 import lazy_loader

@@ -8,9 +8,9 @@ import numpy as np
 
 from .._errors import UsageError
 
-#: In the loss and in metrics. No entry of a user's own has such a name by accident.
+#: Weights in the loss and in metrics. No entry of a user has such a name by accident.
 WEIGHT = "__weight__"
-#: In the loss alone.
+#: Weights in the loss alone.
 LOSS_WEIGHT = "__loss_weight__"
 
 
@@ -25,24 +25,26 @@ def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
 
 
 def check_weights(batch: Any, *, whole: bool = True) -> None:
-    """Refuse weights that are negative, which would turn the loss around, or not finite.
+    """Refuse weights that are not finite, or negative, which would turn the loss around.
 
     **Arguments:**
 
-    - `batch`: of which NumPy arrays are looked at. Rows are the last dim of weights.
-    - `whole`: whether it has the rows of all processes. The sum of a part says nothing.
+    - `batch`: the batch, whose weights are checked if they are NumPy arrays. Their last dim
+        counts the rows.
+    - `whole`: whether it has the rows of all processes. The sum over some of them says
+        nothing, so it is only checked if it has.
 
     **Raises:**
 
-    `ValueError` if a weight is negative or not finite, or the sum of a batch's loss
-    weights is negative.
+    `ValueError` if a weight is not finite, one in `"__weight__"` is negative, or the sum of
+    the loss weights of a whole batch is negative.
     """
     if not isinstance(batch, Mapping):
         return
     found: dict[str, np.ndarray] = {}
     for name in (WEIGHT, LOSS_WEIGHT):
         x = batch.get(name)
-        # What is not an array of numbers is refused by its shape.
+        # Other things than vectors are refused elsewhere, for their shapes.
         if not isinstance(x, np.ndarray) or not x.ndim:
             continue
         found[name] = x = x.astype(np.float64)

@@ -28,7 +28,7 @@ HOST_MEMORY = "pinned_host"
 
 @dataclass(frozen=True, init=False, repr=False)
 class _SeveralRules(AbstractRule):
-    """What the rules below share."""
+    """The base of the two rules below, which hold other rules."""
 
     rules: tuple[Rule, ...]
 
@@ -43,11 +43,11 @@ class _SeveralRules(AbstractRule):
 
     @property
     def label(self) -> str:
-        """Those of the rules."""
+        """The labels of the rules inside."""
         return f"{type(self).__name__}({comma_list(map(rule_name, self.rules))})"
 
     def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
-        """Each rule checks itself."""
+        """Let each rule check itself."""
         for rule in self.rules:
             check_rule(rule, leaves, mesh)
 
@@ -78,7 +78,7 @@ class first_match(_SeveralRules):
     def decide(
         self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
     ) -> Decision | None:
-        """The first decision."""
+        """The decision of the first rule that claims the leaf."""
         decisions = (apply_rule(rule, path, leaf, mesh) for rule in self.rules)
         return next((d for d in decisions if d is not None), None)
 
@@ -148,23 +148,23 @@ def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
 
 @dataclass(frozen=True)
 class offload(AbstractRule):
-    """Keep the optimizer's state in host memory; everything else is as another rule says.
+    """Keep the optimizer's state in host memory; otherwise do as another rule says.
 
     Each device has its part of the state in pinned memory of its own host (JAX's memory
-    kind `pinned_host`), fetches it for the update and sends it back. For Adam, two thirds
-    of what is kept between steps leave the device, for two copies over the bus in each
-    step. (ZeRO-Offload, Ren et al. 2021, https://arxiv.org/abs/2101.06840, which also
+    kind `pinned_host`), fetches it for the update and sends it back. With Adam, this takes
+    two thirds of the training state off the devices, and costs two copies over the bus in
+    each step. (ZeRO-Offload, Ren et al. 2021, https://arxiv.org/abs/2101.06840, which also
     updates on the host.) Scalars of the state stay on the devices.
 
     **Arguments:**
 
-    - `rule`: how to split arrays, whatever the memory: any rule, with all of
-        [`eqxshard.combine`][] and the like inside.
+    - `rule`: the rule that splits the arrays, in either memory. It may be an
+        [`eqxshard.combine`][] or an [`eqxshard.first_match`][] of several.
 
     **Raises:**
 
-    When it is used, `ValueError` if the mesh's devices have no such memory, or JAX is
-    older than 0.10.2, which cannot split arrays there.
+    When it is used, `ValueError` if the mesh's devices have no such memory, or if JAX is
+    older than 0.10.2 and cannot split arrays in it.
 
     !!! Example
 
@@ -177,17 +177,17 @@ class offload(AbstractRule):
 
     @property
     def label(self) -> str:
-        """That of the rule inside."""
+        """The label of the rule inside, in `offload(...)`."""
         return f"offload({rule_name(self.rule)})"
 
     def decide(
         self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
     ) -> Decision | None:
-        """As the rule inside."""
+        """The decision of the rule inside."""
         return apply_rule(self.rule, path, leaf, mesh)
 
     def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
-        """The devices must reach host memory; the rule inside checks itself."""
+        """The devices must have pinned host memory; the rule inside checks itself."""
         if jax.__version_info__ < (0, 10, 2):
             raise UsageError(
                 f"{self.label} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
@@ -196,7 +196,7 @@ class offload(AbstractRule):
         here = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
         for device in here:
             kinds = [memory.kind for memory in device.addressable_memories()]
-            # Devices that are only there to compile for list none.
+            # Devices that exist only to compile for list no memories.
             if kinds and HOST_MEMORY not in kinds:
                 raise UsageError(
                     f"{self.label} needs memory of the kind {HOST_MEMORY!r}, and {device} "
@@ -219,5 +219,5 @@ def optimizer_rule(rule: Rule) -> Rule:
 
 
 def offloads(rule: Rule) -> bool:
-    """Whether a rule keeps the optimizer's state in host memory."""
+    """True if a rule keeps the optimizer's state in host memory."""
     return isinstance(rule, offload)

@@ -1,9 +1,9 @@
 """The names of an array's dims, read from the type annotation of its field.
 
-A walk from the root of a PyTree to the array. The values on the way give their classes,
-the annotations of the fields on the way say what those are filled with, and the last one
-names the dims. The *dims* of an array are names, or `None`. A *hint* is a type expression:
-the annotation of a field, or a part of one.
+The dims are found by a walk from the root of a PyTree to the array. Each value on the way
+has a class, whose annotations say what types its fields have; the last annotation names
+the dims. The *dims* of an array are a name or `None` for each. A *hint* is a type
+expression: the annotation of a field, or a part of one.
 """
 
 import inspect
@@ -26,15 +26,15 @@ from ._text import comma_list
 
 Dims = tuple[str | None, ...]
 
-#: Stands for any number of dims in what an annotation says.
+#: Stands for any number of dims in an annotation.
 _REST = "..."
 
 
 class AnnotationError(UsageError):
     """An annotation that is wrong: an error for the rules that need it.
 
-    - `words`: what it says, among them the dims that it may have meant.
-    - `dims`: those that the array has without it.
+    - `words`: the words of the annotation, each of which may be the name of a dim.
+    - `dims`: the dims of the array without this annotation, if others name them.
     """
 
     def __init__(self, message: str, words: frozenset[str], dims: Dims | None):
@@ -43,7 +43,7 @@ class AnnotationError(UsageError):
 
 
 class _Fault(NamedTuple):
-    """What is wrong with an annotation: a sentence, and the text that may name dims."""
+    """A mistake in an annotation: a sentence about it, and the text that may name dims."""
 
     sentence: str
     text: str
@@ -63,7 +63,7 @@ def logical_dims(tree: PyTree, path: tuple[Any, ...], leaf: Any) -> Dims | None:
     **Arguments:**
 
     - `tree`: any PyTree, of arrays or of `jax.ShapeDtypeStruct`s.
-    - `path`: the array's, from `jax.tree_util.tree_flatten_with_path`.
+    - `path`: the path of the array, from `jax.tree_util.tree_flatten_with_path`.
     - `leaf`: the array.
 
     **Returns:**
@@ -107,7 +107,7 @@ def _walk(node: Any, path: tuple[Any, ...], leaf: Any, faults: list[_Fault]) -> 
 
 def _child(node: Any, key: Any) -> Any:
     if isinstance(key, SequenceKey) and isinstance(node, list | tuple):
-        return node[key.idx]  # As there may be hundreds of layers.
+        return node[key.idx]  # Without flattening all of them: layers may be hundreds.
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     return next(child for path, child in below if path == (key,))
 
@@ -133,7 +133,7 @@ def _hints_below(
 
 
 def _item_type(kind: Any, node: Any, key: Any) -> Any:
-    """The type of a container's item, as the type of the container says; or `None`."""
+    """The type of a container's item, if the type of the container says it."""
     container, args = typing.get_origin(kind), typing.get_args(kind)
     if not isinstance(container, type):
         return None
@@ -164,7 +164,7 @@ def _unwrap(hint: _Hint) -> Iterator[_Hint]:
 
 @lru_cache(maxsize=4096)
 def _annotation_of(cls: type, name: str | None) -> tuple[type, Any] | None:
-    """The class that annotates a field, and the annotation, or what is wrong with it."""
+    """The class that annotates a field, and the annotation, or the mistake in it."""
     for owner in cls.__mro__:
         annotations = inspect.get_annotations(owner)
         if name in annotations:
@@ -173,7 +173,7 @@ def _annotation_of(cls: type, name: str | None) -> tuple[type, Any] | None:
 
 
 def _resolve(owner: type, name: str, annotation: Any) -> Any:
-    """An annotation without strings, independent of the other fields of its class."""
+    """An annotation with its strings evaluated, without the other fields of its class."""
     module = sys.modules.get(owner.__module__)
     # As in `typing`, the module comes before the class, whose defaults may hide types.
     inner, outer = {owner.__name__: owner, **vars(owner)}, vars(module) if module else {}
@@ -200,7 +200,7 @@ def _dims_of_array(leaf: Any, hints: Sequence[_Hint], faults: list[_Fault]) -> D
     fits = [fit for text in texts if (fit := _fit(text, len(leaf.shape)))]
     if fits:
         return min(fits, key=lambda fit: fit[0])[1]
-    # Of several types, one without names may allow any array.
+    # In a union, a type without names of dims may allow any array.
     if texts and len(texts) == len(hints):
         sentence = (
             f"{hints[0].field}: {' and '.join(map(repr, texts))} has more dims than the "

@@ -1,8 +1,8 @@
 """Explicit axes: meshes on which the type of an array says how it is split.
 
-User code sees the axes as the mesh has them. All else of a step is computed on Auto axes,
-where the compiler decides what no constraint says: `to_auto` takes the types away, and
-`to_explicit` gives them. Neither moves anything.
+User code sees the axes as the mesh has them. The rest of a step runs on Auto axes, where
+the compiler decides whatever no constraint says: `to_auto` removes the shardings from the
+types of arrays, and `to_explicit` adds them. Neither moves data.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ._spec import AnyMesh, axes_of
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-    """Whether some axes of a mesh are Explicit."""
+    """True if some axes of a mesh are Explicit."""
     return AxisType.Explicit in mesh.axis_types
 
 
@@ -43,10 +43,10 @@ def auto_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-    """What a spec says of the Explicit axes of a mesh: the type of an array.
+    """The part of a spec over the Explicit axes of a mesh, as the type of an array has it.
 
-    Axes of size 1 split nothing. In a type they would only be in the way: JAX calls a
-    product of two arrays ambiguous that have them in the dim that is summed over.
+    Axes of size 1 split nothing, and are left out: JAX would call the product of two
+    arrays ambiguous if both had such an axis in the dim that is summed over.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     named = {x for x in types if types[x] is AxisType.Explicit and mesh.shape[x] > 1}
@@ -74,7 +74,7 @@ def user_axes(mesh: Any) -> Any:
 
 
 def no_explicit_context() -> Any:
-    """A context, outside of jit, without the Explicit axes of a caller's `jax.set_mesh`."""
+    """Outside jit: a context in which the mesh of `jax.set_mesh`, if any, has Auto axes."""
     mesh = jax.sharding.get_mesh()
     return jax.set_mesh(auto_mesh(mesh)) if is_explicit(mesh) else contextlib.nullcontext()
 
@@ -96,8 +96,8 @@ def to_explicit(x: Any, sharding: NamedSharding) -> Array:
 
     **Arguments:**
 
-    - `x`: an array that is split so already.
-    - `sharding`: how.
+    - `x`: an array that is already split in this way.
+    - `sharding`: how it is split.
     """
     mesh: Any = sharding.mesh
     if not is_explicit(mesh):
@@ -107,7 +107,7 @@ def to_explicit(x: Any, sharding: NamedSharding) -> Array:
 
 
 def with_types(x: Array, sharding: NamedSharding) -> Array:
-    """Outside of jit: an array with the types of axes that a sharding like its own has."""
+    """Outside jit: an array under a sharding that differs from its own in types of axes."""
     if x.sharding == sharding:
         return x
     if is_key(x):
@@ -119,7 +119,7 @@ def with_types(x: Array, sharding: NamedSharding) -> Array:
 
 
 def replicated_on(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """Inside jit: arrays as `to_explicit` makes them, not split along Explicit axes."""
+    """Inside jit: arrays as `to_explicit` returns them, whole along Explicit axes."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: to_explicit(x, whole) if is_array(x) else x, tree)
 
@@ -160,8 +160,8 @@ def on_auto_axes(like: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
     **Arguments:**
 
-    - `like`: the name of the argument that has the type of what it returns, in their
-        common dims.
+    - `like`: the name of an argument. The results get the split of its dims, as far as
+        they have so many.
     """
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:

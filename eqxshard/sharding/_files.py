@@ -1,9 +1,8 @@
-"""Paths, and reading files that somebody else may have made.
+"""Paths of local files and object stores, safe writes, and reads of untrusted files.
 
-Folders and files are local, or those of object stores, which have URLs.
-
-A file may be a FIFO that never answers, a link to a device that never ends, larger than
-the memory, or JSON that nests deeper than Python can follow.
+A file that somebody else made may be a FIFO that never answers, a link to a device that
+never ends, larger than the memory, or JSON that nests deeper than Python can follow. Paths
+in object stores are URLs.
 """
 
 import errno
@@ -21,20 +20,20 @@ from .._errors import UsageError
 
 _T = TypeVar("_T")
 
-#: The most bytes that a name may have, and a path, to which names of ours are added.
+#: The most bytes in a name, and in a path, which leaves room for names of ours below it.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3840
 #: The largest file that is read into memory in one piece.
 _MOST_BYTES = 2**30
-#: How long to wait before a read that failed is tried again.
+#: How many seconds to wait before each retry of a failed read.
 _WAITS = (0.5, 2.0, 5.0)
-#: What file systems answer that cannot sync a file, or a folder.
+#: The errors of file systems that cannot sync a file or a folder.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
 #: How deep JSON may nest. Ours nests less than 10 deep.
 _MOST_DEPTH = 100
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, also one that `pathlib` has taken a slash from."""
+    """True if a path is a URL, even one that has lost a slash in `pathlib`."""
     # A single letter is a drive of Windows.
     return re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)) is not None
 
@@ -45,12 +44,12 @@ def as_text(path: str | os.PathLike[str]) -> str:
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """A path that stays the same wherever the program goes (`os.chdir`).
+    """An absolute path, which stays the same after `os.chdir`.
 
     **Arguments:**
 
     - `path`: of a folder or file, which need not exist; `~` is the home folder.
-    - `what`: it is, for the error.
+    - `what`: what errors call the path, such as `the folder`.
 
     **Raises:**
 
@@ -74,11 +73,11 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
 
 
 def writable_path(path: str | os.PathLike[str], what: str) -> Path:
-    """As `local_path`, of something that libraries with paths in UTF-8 write to.
+    """As `local_path`, for a path that libraries write to, some of which need UTF-8.
 
     **Raises:**
 
-    `ValueError` also if it has characters that the locale, or UTF-8, does not have.
+    `ValueError` also if it has characters that the locale's encoding or UTF-8 lacks.
     """
     try:
         found = local_path(path, what)
@@ -100,7 +99,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
     `OSError` if it cannot be opened, `ValueError` if it is a FIFO, a device or a folder.
     """
-    # Opening a FIFO would wait for somebody who writes.
+    # Opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -116,7 +115,7 @@ def read_bytes(path: Any) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:
             raise UsageError(
-                f"{os.fspath(path)!r} has {size:,} bytes, more than a file of its kind; "
+                f"{os.fspath(path)!r} has {size:,} bytes, too many for a file of its kind; "
                 "give another one."
             )
         return file.read()
@@ -128,6 +127,7 @@ def write_at_once(path: Any, text: str) -> None:
     **Arguments:**
 
     - `path`: an `etils.epath.Path`.
+    - `text`: the content.
     """
     if is_remote(path):
         # Objects appear whole, and some stores cannot rename them.
@@ -141,16 +141,16 @@ def write_at_once(path: Any, text: str) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Wait until a file is on the disk, or the list of what is in a folder.
+    """Wait until the content of a file, or the list of a folder's files, is on the disk.
 
-    Without that, a loss of power can take them. Links are left alone.
+    Without that, they can be lost when the power fails. Links are left alone.
     """
     try:
-        # Neither through a link, nor to wait for somebody who writes to a FIFO.
+        # Follow no link, and do not wait for the writer of a FIFO.
         flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
-        # Windows opens no folders; those above ours may be closed to us.
+        # Windows does not open folders, and we may have no access to those above ours.
         if isinstance(error, PermissionError) or os.path.islink(path):
             return
         raise
@@ -164,7 +164,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_all(folder: str | os.PathLike[str]) -> None:
-    """As `sync`, of a folder and of all that is in it."""
+    """As `sync`, for a folder and everything in it."""
     for top, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(os.path.join(top, name))
@@ -172,24 +172,25 @@ def sync_all(folder: str | os.PathLike[str]) -> None:
 
 
 def with_retries(read: Callable[[], _T]) -> _T:
-    """What a function reads; again after an error that may pass.
+    """Call a function that reads; call it again after an error that may be temporary.
 
-    Network file systems and object stores fail for seconds at a time. That something is
-    not there, or is not what it should be (`ValueError`), is final.
+    Network file systems and object stores fail for seconds at a time. An error that
+    something does not exist, may not be read, or is not what it should be (`ValueError`),
+    is final.
     """
     for seconds in _WAITS:
         try:
             return read()
         except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
             raise
-        # Not only OSError: packages for object stores have errors of their own.
+        # Not only OSError: packages for object stores raise errors of their own.
         except Exception:
             time.sleep(seconds)
     return read()
 
 
 def read_json(path: Any) -> Any:
-    """The values of a file of JSON; `ValueError` also if it is not JSON."""
+    """The values in a JSON file; `ValueError` also if it is not JSON."""
     data = read_bytes(path)
     try:
         return parse_json(data)
@@ -200,7 +201,7 @@ def read_json(path: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The values of JSON; `ValueError` if it is not, or nests too deep."""
+    """The values in a JSON text; `ValueError` if it is not JSON, or nests too deep."""
     try:
         values = json.loads(text)
     except RecursionError:
@@ -220,9 +221,10 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def odd_file(folder: str | os.PathLike[str]) -> str | None:
-    """A phrase on what is neither a file nor a folder below a folder, if anything is.
+    """A phrase that names something in a folder that is neither a file nor a folder.
 
-    Links are not followed: where they lead is not a part of the folder.
+    `None` if there is nothing like that. Links are not followed: what they point to is not
+    a part of the folder.
     """
     folders = [] if is_remote(folder) else [os.fspath(folder)]
     while folders:

@@ -9,9 +9,9 @@ from equinox import nn
 
 
 def known_layer(node: Any) -> tuple[type[eqx.Module] | None, Mapping[str, str]]:
-    """The layer of `equinox.nn` that a node is, or that its class inherits from.
+    """The class of `equinox.nn` that a node is an instance of, and the dims of its arrays.
 
-    With it, the dims of each of its arrays by path, as in jaxtyping annotations.
+    The dims are by path, written as in jaxtyping annotations.
     """
     for cls in type(node).__mro__:
         if cls in _LAYERS:
@@ -35,9 +35,9 @@ def _mlp(layer: nn.MLP) -> Mapping[str, str]:
     return _mlp_of(layer.depth, layer.scan)
 
 
-@cache  # Asked for each array of all layers.
+@cache  # Called for each array of every layer.
 def _mlp_of(depth: int, scan: bool) -> Mapping[str, str]:
-    # Columns and rows are split by turns, so that every other activation is whole
+    # Columns and rows are split in turn, so that every other activation is whole
     # (Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). Stacked hidden
     # layers cannot take turns: each is split by columns.
     if scan and depth > 0:

@@ -44,24 +44,24 @@ class replicate(AbstractRule):
 class fsdp(AbstractRule):
     """Split each large leaf over one mesh axis: fully sharded data parallelism.
 
-    The largest dim that divides by the size of the axis is split, the first of equals. (A
-    dim named `vocab`, as in `equinox.nn.Embedding`, comes last: the gradient of a lookup
-    is cheap to reduce if the table is split over its features, and costs the whole table
-    if it is split over its rows.) A leaf with no such dim stays replicated, and
-    [`eqxshard.explain`][] says so. Between steps each device holds its part of
-    parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al. 2020,
+    The largest dim that is divisible by the size of the axis is split. (Of equal dims, the
+    first. A dim named `vocab`, as in `equinox.nn.Embedding`, comes last: the gradient of a
+    lookup is cheap to reduce if the table is split over its features, and costs the whole
+    table if it is split over its rows.) A leaf with no divisible dim stays replicated, and
+    [`eqxshard.explain`][] says so. Between steps each device holds its part of parameters,
+    gradients and optimizer state (ZeRO stage 3, Rajbhandari et al. 2020,
     https://arxiv.org/abs/1910.02054); the step gathers parameters when it needs them.
 
-    In [`eqxshard.combine`][], after other rules, it splits what they did not: a dim,
-    or if none divides, the parts of one that is already split. A leaf that is already
-    split over the axis stays as it is.
+    In [`eqxshard.combine`][], after other rules, it splits a dim that they did not split,
+    or, if none is divisible, the parts of one that they did. A leaf that is already split
+    over the axis stays as it is.
 
     The rule claims every leaf.
 
     **Arguments:**
 
     - `min_size`: leaves with fewer elements stay replicated: gathering them would cost more
-        than they take.
+        than the memory that it saves is worth.
     - `axis`: the mesh axis to split over, or several.
 
     **Raises:**
@@ -82,7 +82,7 @@ class fsdp(AbstractRule):
         return f"fsdp({'' if self.axis == 'fsdp' else repr(self.axis)})"
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh) -> Decision:
-        """Split the largest dim that divides, of those that no other rule has split."""
+        """Split the largest divisible dim, of those that no other rule has split."""
         self.check({}, mesh)
         sizes = axis_sizes(axes_of(self.axis), mesh)
         taken, parts = axes_by_dim(leaf), math.prod(sizes.values())
@@ -95,7 +95,7 @@ class fsdp(AbstractRule):
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         dims = [d for d, size in enumerate(shape) if size and size % parts == 0]
         if not dims:
-            note = f"replicated: no dim of {shape} divides by {format_sizes(sizes)}"
+            note = f"replicated: no dim of {shape} is divisible by {format_sizes(sizes)}"
             return Decision(PartitionSpec(), self.label, note, undivided=True)
         # A rule about sizes does not fail on an annotation that is wrong.
         names = dict(enumerate(_read_dims(leaf)[0]))
@@ -191,7 +191,7 @@ class by_path(AbstractRule):
     **Raises:**
 
     `ValueError` if an expression is invalid; when the rule is used, if one matches no
-    leaf at all. `TypeError` if a spec is not one.
+    leaf at all. `TypeError` if a spec is not a `PartitionSpec`.
 
     !!! Example
 
@@ -340,7 +340,7 @@ class by_dim(AbstractRule):
 def _read_dims(
     leaf: jax.ShapeDtypeStruct,
 ) -> tuple[tuple[str | None, ...], AnnotationError | None]:
-    """The names of a leaf's dims, if there are any, and what is wrong with annotations."""
+    """The names of a leaf's dims, if it has any, and the error in an annotation."""
     try:
         return leaf_dims(leaf), None
     except AnnotationError as error:

@@ -20,25 +20,25 @@ GRAPHS = (
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a JAX array or a `jax.ShapeDtypeStruct`."""
+    """True for a JAX array, a NumPy array or a `jax.ShapeDtypeStruct`."""
     return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether an array (or its `jax.ShapeDtypeStruct`) holds typed random keys."""
+    """True if an array (or its `jax.ShapeDtypeStruct`) holds typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is a floating-point or complex array, which can be trained."""
+    """True for a floating-point or complex array, which can be trained."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def as_weak_as(array: Array, like: Any) -> Array:
-    """An array, of a weak type if another is: it gives way as numbers of Python do."""
+    """The array, with a weak type if `like` has one: it promotes as Python's numbers do."""
     if not getattr(like, "weak_type", False) or array.weak_type:
         return array
-    # The public functions only make weak types of Python's numbers.
+    # The public functions make weak types from Python's numbers only.
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=array.dtype, weak_type=True, sharding=None
     )
@@ -51,7 +51,7 @@ def leaf_path(path: tuple[Any, ...], root: str = "") -> str:
 
 
 def array_leaves(tree: PyTree, root: str = "") -> list[tuple[str, Any]]:
-    """The path of each array of a PyTree, and the array; none may be of objects or text."""
+    """The path of each array of a PyTree, and the array; refuse objects and text."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     found = [(leaf_path(path, root), leaf) for path, leaf in leaves if is_array(leaf)]
     check_dtypes(found)
@@ -63,12 +63,16 @@ def check_dtypes(
     remedy: str = "make it an array of numbers, or keep it as something hashable, such as "
     "a tuple, in a static field",
 ) -> None:
-    """Refuse NumPy arrays of types that JAX does not have, such as of objects.
+    """Refuse NumPy arrays of dtypes that JAX does not have, such as `object`.
 
     **Arguments:**
 
-    - `leaves`: arrays, and other things, with their names.
-    - `remedy`: what to do about arrays that are not of numbers.
+    - `leaves`: arrays and other values, each after its name.
+    - `remedy`: what to do about arrays that do not hold numbers.
+
+    **Raises:**
+
+    `TypeError` naming the first of them, or a masked array.
     """
     for name, leaf in leaves:
         check_not_masked(name, leaf)
@@ -80,7 +84,7 @@ def check_dtypes(
 
 
 def check_not_masked(name: str, leaf: Any) -> None:
-    """Refuse masked arrays, before NumPy drops their masks without a word."""
+    """Refuse masked arrays, before NumPy silently drops their masks."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise UsageTypeError(
             f"{name or 'the leaf'} is a masked array, and JAX has no masks; fill it, "
@@ -98,7 +102,7 @@ def _is_known(dtype: np.dtype) -> bool:
 
 
 def _conversion(dtype: np.dtype) -> str | None:
-    """The expression that makes numbers of JAX's from other numbers."""
+    """How to convert an array of numbers to a dtype that JAX has; `None` for no numbers."""
     if dtype.type is np.longdouble:
         return "convert it with x.astype(np.float64)"
     if dtype.type is np.clongdouble:
@@ -106,7 +110,7 @@ def _conversion(dtype: np.dtype) -> str | None:
     if dtype.names:
         return f"make an array of each of its fields, such as x[{dtype.names[0]!r}]"
     if dtype.kind in "iufc":
-        # Files of IDX, FITS and netCDF have the most significant byte first.
+        # Files in IDX, FITS and netCDF have the most significant byte first.
         return 'convert it with x.astype(x.dtype.newbyteorder("="))'
     return None
 
@@ -134,7 +138,7 @@ def format_array(leaf: Any) -> str:
 
 
 def stacked_depth(layers: PyTree) -> int:
-    """The leading dim of a module of stacked layers, which all its arrays share."""
+    """The number of layers in a module of stacked layers: the dim that its arrays share."""
     shapes = {path: leaf.shape for path, leaf in array_leaves(layers)}
     depths = {shape[:1] for shape in shapes.values()}
     if len(depths) != 1 or () in depths:

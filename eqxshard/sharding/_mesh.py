@@ -44,9 +44,9 @@ def make_mesh(
         default, `data` does.
     - `unknown`: any other axis, which is refused.
     - `devices`: the devices to use, all of [`jax.devices`][] by default.
-    - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts, or
-        slices of TPUs, each of one host or several. The axis keeps its full size; all
-        other axes stay inside a host or slice. (A *hybrid mesh*.)
+    - `dcn`: for each axis that crosses hosts, how many it crosses, such as `{"data": 4}`
+        on four hosts, or on four TPU slices of one host or several. The axis keeps its
+        full size; all other axes stay inside a host or slice. (A *hybrid mesh*.)
     - `explicit`: the axes that are `AxisType.Explicit`: `True` for all, or their names.
 
     **Returns:**
@@ -58,9 +58,9 @@ def make_mesh(
 
     **Raises:**
 
-    `ValueError` if the sizes do not multiply to the number of devices, `explicit` or `dcn`
-    names an unknown axis, or `dcn` does not fit the hosts and slices; `TypeError` for
-    another axis.
+    `ValueError` if a size is not positive, the sizes do not multiply to the number of
+    devices, `explicit` or `dcn` names an unknown axis, `dcn` does not fit the hosts and
+    slices, or the processes ask for different meshes; `TypeError` for another axis.
 
     !!! Example
 
@@ -99,13 +99,13 @@ def make_mesh(
 
 
 def no_such_axis(axis: str) -> str:
-    """What to say of an axis that no mesh has."""
+    """The text of an error about an axis that `make_mesh` does not have."""
     hint = did_you_mean(axis, AXES)
     return f"there is no mesh axis {axis!r}; {hint}the axes are {comma_list(AXES)}."
 
 
 def axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
-    """The types of the axes of a mesh, of which some are Explicit."""
+    """The type of each axis of a mesh, given those that are Explicit."""
     if isinstance(explicit, bool):
         explicit = AXES if explicit else ()
     names = (explicit,) if isinstance(explicit, str) else explicit
@@ -118,7 +118,7 @@ def axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
 def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
     """Say which axes of a mesh split the batch, if they are not called `data` and `fsdp`.
 
-    Say it once, in each process: it holds for every mesh with axes of these names.
+    Call it once in each process: it holds for every mesh with axes of these names.
 
     **Arguments:**
 
@@ -132,7 +132,7 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
 
     **Raises:**
 
-    `ValueError` if the mesh does not have one of the axes.
+    `ValueError` if the mesh does not have one of the axes; `TypeError` if it is not a mesh.
 
     !!! Example
 
@@ -170,14 +170,14 @@ def batch_sharding(mesh: AnyMesh, *, stacked: bool = False) -> NamedSharding:
 
     **Returns:**
 
-    A `NamedSharding` for arrays of any larger rank.
+    A `NamedSharding` for arrays with at least these dims; it splits no others.
     """
     rows = batch_axes(mesh) or None
     return NamedSharding(mesh, PartitionSpec(*[None] * stacked, rows))
 
 
 def check_is_mesh(mesh: Any) -> None:
-    """Raise `TypeError` for text, or whatever else is no mesh of devices."""
+    """Raise `TypeError` for a text, an abstract mesh, or anything else than a mesh."""
     if isinstance(mesh, AbstractMesh):
         raise UsageTypeError(
             f"mesh={mesh!r} has no devices; make one that has, with eqxshard.make_mesh."
@@ -192,7 +192,7 @@ def check_is_mesh(mesh: Any) -> None:
 def check_mesh(mesh: AnyMesh) -> None:
     """Raise unless this is a mesh, and it is known which of its axes split the batch.
 
-    An abstract mesh has to say of which kind its devices would be.
+    An abstract mesh must have an `abstract_device`, which says what it is for.
     """
     if isinstance(mesh, AbstractMesh):
         platform_of(mesh)
@@ -228,7 +228,7 @@ def platform_of(mesh: AnyMesh) -> str:
 
 
 def is_on_cpus(mesh: AnyMesh) -> bool:
-    """Whether the devices of a mesh are CPUs."""
+    """True if the devices of a mesh are CPUs."""
     return platform_of(mesh) == "cpu"
 
 
@@ -283,9 +283,9 @@ def format_sharding(sharding: Any) -> str:
 
 
 def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:
-    """Those of some axes of the mesh in context that are left to the compiler.
+    """The axes, of those given, of the mesh in context that are left to the compiler.
 
-    None of them, if one of `sizes` does not divide over them.
+    There are none if one of `sizes` does not divide over them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto = [axis for axis in axes if axis in mesh.auto_axes]
@@ -323,7 +323,7 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
 
 
 def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
-    """What `dcn` counts: slices, which may have several hosts, or else processes."""
+    """The attribute of devices that `dcn` counts: that of slices, or else of processes."""
     counts = {
         name: Counter(getattr(device, name, None) for device in devices)
         for name in ("slice_index", "process_index")
@@ -334,9 +334,9 @@ def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
         if known and len(granules) == asked and len({*granules.values()}) == 1:
             return name
     raise UsageError(
-        f"dcn={dict(dcn)} asks for {asked} hosts or slices of as many devices each, but "
-        f"the devices belong to {len(counts['process_index'])} and "
-        f"{len(counts['slice_index'])}; make the product of dcn equal to one of these."
+        f"dcn={dict(dcn)} asks for {asked} hosts or slices of equal size, but the devices "
+        f"belong to {len(counts['process_index'])} and {len(counts['slice_index'])}; make "
+        "the product of dcn equal to one of these."
     )
 
 

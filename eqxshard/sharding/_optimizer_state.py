@@ -1,4 +1,4 @@
-"""What a rule says of an optimizer's state, most of which belongs to parameters."""
+"""How a rule splits an optimizer's state, most of which belongs to parameters."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ _Path = tuple[Any, ...]
 class StateLeaf(NamedTuple):
     """An array of an optimizer's state.
 
-    - `path`: in the state, such as `0.v_row.layers.0.weight`.
+    - `path`: its path in the state, such as `0.v_row.layers.0.weight`.
     - `leaf`: the array.
-    - `param`: the path of the parameter that it is for alone; `None` if there is none.
+    - `param`: the path of the one parameter that it belongs to; `None` if there is none.
     - `decision`: how it is split.
     - `same_shape`: whether it is shaped, and so split, like that parameter.
     """
@@ -45,10 +45,11 @@ def decide_opt_state(
 ) -> list[StateLeaf]:
     """The decision for each array of an optimizer's state.
 
-    What is shaped like its parameter is split like it. About what is shaped otherwise, such
-    as the factors of Adafactor and the matrices of Shampoo, the rule is asked, under the
-    path of the parameter; about an array that is for no parameter alone, under its own
-    path. What the rule does not claim is whole on every device.
+    An array in the shape of its parameter is split like the parameter. For one in another
+    shape, such as the factors of Adafactor and the matrices of Shampoo, the rule is asked
+    under the path of the parameter; for one that belongs to no single parameter, under its
+    own path. Scalars, random keys, and arrays that the rule does not claim are whole on
+    every device.
 
     **Arguments:**
 
@@ -71,16 +72,17 @@ def decide_opt_state(
                 decision = Decision(PartitionSpec(), "", "always replicated")
             else:
                 decision = _ask(asked, leaf_path(path), leaf, param, decision, mesh)
-        assert decision is not None  # Or there is no parameter of the same shape.
+        assert decision is not None  # Every parameter has one.
         found.append(StateLeaf(leaf_path(path), leaf, param, decision, same_shape))
     return found
 
 
 def _owner(path: _Path, params: Collection[_Path]) -> _Path | None:
-    """The path of the parameter in that of an array of the state.
+    """The path of the parameter within the path of an array of the state, if it is there.
 
-    At its end, as in `0.mu.layers.0.weight`; or before it, as in `0.factors.weight.1`, but
-    then it is no mere number, which may be the place in a chain of optimizers.
+    It may be at the end, as in `0.mu.layers.0.weight`, or earlier, as in
+    `0.factors.weight.1`. But earlier it must be more than numbers, which may be the place
+    in a chain of optimizers.
     """
     for length in range(len(path), -1, -1):
         for end in range(len(path), length - 1, -1):
@@ -117,12 +119,12 @@ def _ask(
 
 
 def is_split(spec: Any, mesh: AnyMesh) -> bool:
-    """Whether a spec splits anything on this mesh."""
+    """True if a spec splits anything on this mesh."""
     return any(mesh.shape[axis] > 1 for axis in spec_axes(spec))
 
 
 def _for_other_shapes(rule: Rule) -> Rule:
-    """The same rule, but specs by path are for what they fit."""
+    """The same rule, except that `by_path` claims only the arrays that its specs fit."""
     match rule:
         case by_path():
             return _WhereItFits(dict(rule.specs))
@@ -133,7 +135,7 @@ def _for_other_shapes(rule: Rule) -> Rule:
 
 
 class _WhereItFits(by_path):
-    """Specs that were written for the parameters, such as `P(None, "tensor")`."""
+    """A `by_path` whose specs were written for arrays in the shapes of the parameters."""
 
     def decide(
         self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh

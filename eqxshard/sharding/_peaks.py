@@ -1,4 +1,4 @@
-"""What devices can compute at most, and how much of that a program does."""
+"""The peak FLOP/s of devices, and how much of them a model uses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Dense products of a device with all its power, from NVIDIA's datasheets (which count
-# twice as many, for sparse ones) and Google's pages of TPU versions. Products of float32
-# are rounded to TF32 on GPUs, as JAX does by default. The first pattern that is found in
-# a device's kind decides; a name must end where the pattern does, so that a GB200, or a
-# part of a GPU (MIG), is not taken for another. A GB200 has more power than a B200.
+# Rates of dense matrix products at full power, from NVIDIA's datasheets (which count twice
+# as many, for sparse ones) and Google's pages of TPU versions. Factors in float32 are
+# rounded to TF32 on GPUs, as JAX does by default. The first pattern that is found in a
+# device's kind decides. Patterns are for whole words, so that a GB200, which has more
+# power, is not taken for a B200.
 _A100 = {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12, "int8": 624e12}
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -37,20 +37,20 @@ _PEAKS = {
 
 
 def peak_flops(device: Any = None, dtype: Any = "bfloat16") -> float | None:
-    """The operations per second that a device can do at most, in dense matrix products.
+    """The peak FLOP/s of a device in dense matrix products.
 
-    Known are NVIDIA's A100, H100, H200, B200, B300 and GB200 and Google's TPU v4, v5e, v5p
+    It knows NVIDIA's A100, H100, H200, B200, B300 and GB200 and Google's TPU v4, v5e, v5p
     and v6e.
 
     **Arguments:**
 
     - `device`: a `jax.Device`; the first of [`jax.devices`][] by default.
-    - `dtype`: of the factors.
+    - `dtype`: the dtype of the factors.
 
     **Returns:**
 
-    Floating-point operations per second, of which a multiplication and an addition are
-    two; `None` for a CPU, a device that is not known, or a part of one (MIG).
+    Operations per second, where a multiplication and an addition count as two; `None` for
+    a CPU, a device or a dtype that is not known, or a part of a GPU (MIG).
 
     !!! Example
 
@@ -63,7 +63,7 @@ def peak_flops(device: Any = None, dtype: Any = "bfloat16") -> float | None:
 
 
 def peaks_of(kind: str) -> Mapping[str, float]:
-    """The peaks of a kind of device, by dtype; none if it is not known."""
+    """The peak FLOP/s of a kind of device, by dtype; empty if the kind is not known."""
     if "MIG" in kind:
         return {}
     found = (peaks for pattern, peaks in _PEAKS.items() if re.search(pattern, kind))
@@ -78,19 +78,20 @@ def mfu(
     devices: Sequence[Any] | None = None,
     dtype: Any = "bfloat16",
 ) -> float | None:
-    """The part of what the devices can compute that a model's own arithmetic is.
+    """Model FLOPs utilization: a model's own FLOP/s over the peak of the devices.
 
-    This is the *model FLOPs utilization* of [PaLM](https://arxiv.org/abs/2204.02311),
-    appendix B: what a step computes again to save memory does not count.
+    As defined in appendix B of [PaLM](https://arxiv.org/abs/2204.02311): operations that a
+    step recomputes to save memory do not count.
 
     **Arguments:**
 
-    - `tokens_per_second`: by all devices together.
-    - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
-    - `peak`: the operations per second that one device can do; by default, those of
-        [`eqxshard.nn.peak_flops`][].
+    - `tokens_per_second`: of all devices together.
+    - `flops_per_token`: those of training the model, as
+        [`eqxshard.nn.flops_per_token`][] counts them.
+    - `peak`: the peak FLOP/s of one device; by default, as
+        [`eqxshard.nn.peak_flops`][] knows it.
     - `devices`: those that compute, all of [`jax.devices`][] by default.
-    - `dtype`: of the factors of matrix products.
+    - `dtype`: the dtype of the factors of matrix products.
 
     **Returns:**
 

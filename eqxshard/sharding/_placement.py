@@ -27,7 +27,7 @@ def shardings(tree: PyTree, mesh: AnyMesh, rule: Rule) -> PyTree[NamedSharding |
 
     - `tree`: any PyTree, of arrays or of `jax.ShapeDtypeStruct`s.
     - `mesh`: from [`eqxshard.make_mesh`][].
-    - `rule`: from [`eqxshard.fsdp`][] and its like, or a function of your own.
+    - `rule`: a rule such as [`eqxshard.fsdp`][] makes, or a function of your own.
 
     **Returns:**
 
@@ -48,14 +48,14 @@ def shardings(tree: PyTree, mesh: AnyMesh, rule: Rule) -> PyTree[NamedSharding |
 def assign_shardings(
     tree: PyTree, mesh: AnyMesh, rule: Rule
 ) -> PyTree[NamedSharding | None]:
-    """As `shardings`, for what may be a part of the PyTree that the rule is for."""
+    """As `shardings`, for a PyTree that may be only a part of what the rule is for."""
     return as_shardings(tree, mesh, decide_leaves(named_leaves(tree), mesh, rule))
 
 
 def as_shardings(
     tree: PyTree, mesh: AnyMesh, decisions: Iterable[Decision]
 ) -> PyTree[NamedSharding | None]:
-    """The sharding of each array of a PyTree, as was decided."""
+    """The sharding of each array of a PyTree, from the decisions in their order."""
     decided = iter(decisions)
     return jax.tree.map(
         lambda leaf: NamedSharding(mesh, next(decided).spec) if is_array(leaf) else None,
@@ -118,7 +118,8 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
 
     `ValueError` if an array does not divide as its sharding asks (JAX itself, inside
     jit, would quietly replicate it), or `shardings` is not a prefix of `tree`;
-    `TypeError` if it holds something else.
+    `TypeError` if `shardings` holds anything else, or an array is of a dtype that JAX
+    does not have.
 
     !!! Example
 
@@ -149,15 +150,15 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
 def from_host(
     shape: tuple[int, ...], sharding: Sharding, part: Callable[[Any], np.ndarray]
 ) -> Array:
-    """An array that is on the host, or in parts there, on the devices of its sharding.
+    """Copy an array from the host, which may have only parts of it, to the devices.
 
-    This is meant, so it is allowed under `jax.transfer_guard`. (`device_put` takes twice as
-    long.)
+    The copy is intended, so it is allowed under `jax.transfer_guard`. (`device_put` takes
+    twice as long.)
 
     **Arguments:**
 
-    - `shape`, `sharding`: of the array.
-    - `part`: from an index of the array to that part of it.
+    - `shape`, `sharding`: those of the array.
+    - `part`: returns the part of the array at an index.
     """
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(shape, sharding, part)
@@ -166,7 +167,7 @@ def from_host(
 def broadcast_prefix(
     shardings: PyTree[Sharding | None], tree: PyTree
 ) -> list[Sharding | None]:
-    """One entry for each array of `tree`, in order, from a prefix of it."""
+    """The sharding of each array of `tree`, in order, from a prefix of `tree`."""
     entries: list[Sharding | None] = []
 
     def repeat(sharding: Any, part: PyTree) -> None:
@@ -195,14 +196,14 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     Inside a step of [`eqxshard.make_train_step`][] the mesh is the step's. Without a
     mesh, and in the per-device code of [`jax.shard_map`][], this does nothing, so the
     model itself needs no mesh. Axes of [`eqxshard.make_mesh`][] that the mesh does not have
-    are left out of the spec, and so are, in code that is per device along some axes, these.
+    are left out of the spec; so are the axes along which code is per device already.
 
     **Arguments:**
 
     - `x`: a PyTree of arrays.
-    - `spec`: the mesh axes along their first dims; the other dims are not split, except
-        those that are `P.UNCONSTRAINED`. Under `jax.vmap` the dims are those of one
-        example.
+    - `spec`: the mesh axes along their first dims; further dims are not split. Dims that
+        are `P.UNCONSTRAINED` are left to the compiler. Under `jax.vmap` the dims are those
+        of one example.
 
     **Returns:**
 

@@ -96,14 +96,14 @@ def apply_rule(
     if decision is not None:
         _check_decision(decision, path, leaf, mesh)
         if 0 in leaf.shape:
-            # What JAX 0.10 computes is whole on every device if it is empty.
+            # JAX 0.10 replicates the empty arrays that it computes.
             return decision._replace(spec=PartitionSpec(), note="empty")
         return decision._replace(spec=spec_on(decision.spec, mesh))
     return decision
 
 
 def check_rule(rule: Rule, leaves: Leaves, mesh: AnyMesh) -> None:
-    """Raise unless this is a rule, and the model and mesh have all that it names."""
+    """Raise unless this is a rule, and the leaves and the mesh have all that it names."""
     if isinstance(rule, AbstractRule):
         if leaves:
             rule.check(leaves, mesh)
@@ -121,7 +121,7 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: AnyMesh) -> None:
 
 
 def rule_name(rule: Rule) -> str:
-    """How errors and [`eqxshard.explain`][] call a rule."""
+    """The name of a rule in errors and in [`eqxshard.explain`][]."""
     if isinstance(rule, AbstractRule):
         return rule.label
     return getattr(rule, "__name__", None) or repr(rule)

@@ -1,4 +1,4 @@
-"""`PartitionSpec`s: the mesh axes in them, and whether one fits an array and a mesh."""
+"""`PartitionSpec`s: the mesh axes in them, and the check that one fits an array."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._errors import UsageError
 from ._text import comma_list, did_you_mean
 
-#: The axes of `make_mesh`, slowest link first. A mesh of some of them is as one where the
-#: others have size 1, so a rule written once is valid on all such meshes.
+#: The axes of `make_mesh`, slowest link first. On a mesh with some of them, the others
+#: count as axes of size 1, so a rule written once is valid on all these meshes.
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
-#: A mesh of devices, or of ones that are not there.
+#: A mesh of devices, or one without them.
 AnyMesh = Mesh | AbstractMesh
 
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
@@ -33,7 +33,7 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def axis_sizes(axes: Iterable[str], mesh: AnyMesh) -> dict[str, int]:
-    """The sizes of some axes: 1 of those that the mesh does not have."""
+    """The sizes of some axes: 1 for those that the mesh does not have."""
     return {axis: mesh.shape.get(axis, 1) for axis in axes}
 
 
@@ -45,7 +45,7 @@ def spec_on(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
 
 
 def only(entry: Any, keep: Callable[[str], bool]) -> Any:
-    """An entry of a spec with those of its axes that are kept."""
+    """An entry of a spec with only those of its axes that `keep` accepts."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
     return tuple(axis for axis in axes_of(entry) if keep(axis)) or None
@@ -65,7 +65,10 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def check_axis(axis: str, mesh: AnyMesh, where: str) -> None:
-    """Raise `ValueError` unless the mesh has the axis, or could: one with axes of ours."""
+    """Raise `ValueError` unless the mesh has the axis.
+
+    A mesh with no other axes than those of `make_mesh` counts as having all of them.
+    """
     is_ours = {*mesh.axis_names} <= {*AXES}
     if axis not in mesh.shape and not (is_ours and axis in AXES):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Phrases and numbers, as messages and tables write them."""
+"""Phrases and numbers in the form in which messages and tables have them."""
 
 import difflib
 import re
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-#: How many of many things an error or a warning names.
+#: The most items of a list that an error or a warning names.
 _SHOWN = 4
 
-
-#: A warning of a folder, and of what was in it.
+#: The warning that a folder has disappeared, and what was in it.
 GONE = (
     "%s is gone, with %s: it was deleted, renamed or unmounted during the run. It is made "
     "again, for the next ones."
@@ -42,7 +41,7 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def first_few(items: Sequence[str], joint: str = ", ") -> str:
-    """The first few, and how many more there are: `a, b, c, d, and 3 more`."""
+    """The first few items, and how many more there are: `a, b, c, d, and 3 more`."""
     more = f"{joint}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return joint.join(items[:_SHOWN]) + more
 

@@ -43,7 +43,7 @@ def test_every_array_is_a_row():
     bias, table = rows["layers.0.bias"], rows["table"]
     assert (bias.rule, bias.bytes_per_device, bias.note) == ("user_rule", 16, "")
     assert (table.dtype, table.bytes_whole, table.bytes_per_device) == ("int16", 18, 18)
-    assert "no dim of (9,) divides by fsdp=4" in table.note
+    assert "no dim of (9,) is divisible by fsdp=4" in table.note
     assert rows["key"].note == "size 1, below min_size=2"
 
 

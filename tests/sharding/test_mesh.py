@@ -43,7 +43,7 @@ def test_tensor_neighbours_are_device_neighbours():
         (dict(tensor=-2), "axis tensor=-2 must be at least 1; give a size, or -1"),
         (dict(dcn={"pipeline": 2}), "'pipeline': 2. does not divide an axis"),
         (dict(dcn={"data": 3}), "does not divide an axis of the mesh, .*data=8"),
-        (dict(dcn={"data": 2}), "asks for 2 hosts or slices of as many devices each, but"),
+        (dict(dcn={"data": 2}), "asks for 2 hosts or slices of equal size, but"),
     ],
 )
 def test_bad_sizes_are_one_sentence(sizes, message):

@@ -101,7 +101,7 @@ def test_arrays_that_do_not_divide(rule):
     findings = check(rule, odd, fsdp=8)
     assert [each.leaf for each in findings] == ["up", "down"]
     assert {each.kind for each in findings} == {"whole"}
-    assert "no dim of (257, 65) divides by fsdp=8" in findings[0].message
+    assert "no dim of (257, 65) is divisible by fsdp=8" in findings[0].message
     # Everything may be whole on a mesh of another axis, and vectors anywhere.
     assert check(rule, odd, data=8) == []
     assert check(FSDP, lambda key: eqx.nn.LayerNorm(9), fsdp=8) == []

@@ -258,7 +258,7 @@ def test_what_is_replicated_is_explained_and_why():
         P(),
         33 * 33 * 4,
     )
-    assert "no dim of (33, 33) divides by fsdp=4" in left.note
+    assert "no dim of (33, 33) is divisible by fsdp=4" in left.note
     assert explanation.leaves[0].optimizer == 4 * (33 * 16 + 2 * 33 * 33 + 2 * 64 * 16)
 
 
