@@ -1,7 +1,7 @@
 """Sources of examples, and the loader that makes sharded batches of them.
 
-May use `sharding`, and of `training` the batches that a step gathers for itself; knows
-nothing of models or steps.
+This room may use `sharding`, and of `training` the batches that a step gathers for itself;
+it knows nothing of models or steps.
 """
 
 import lazy_loader

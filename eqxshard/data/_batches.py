@@ -1,9 +1,9 @@
-"""Batches on the host, of examples that have numbers.
+"""Batches on the host, made of examples that have an index.
 
-These are the rows of arrays, or the elements of a `grain.MapDataset`. Next door,
-`_stream.py` takes batches that others make. Grain reads either ahead. Neither knows
-devices: `_loader.py` places what comes out of them. *Row*, *place* and *step* are explained
-in `_order.py`; a *position* is a row's position in its batch.
+These are the rows of arrays, or the elements of a `grain.MapDataset`, whose indices go on
+in the next epoch. Next door, `_stream.py` takes batches that others make. Grain reads both
+ahead. Neither knows devices: `_loader.py` places the batches. *Row*, *place* and *step* are
+explained in `_order.py`; a *position* is a row's position in its batch.
 """
 
 import functools
@@ -11,11 +11,7 @@ import hashlib
 import sys
 import threading
 import traceback
-from collections.abc import (
-    Callable,
-    Generator,
-    Mapping,
-)
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,18 +30,19 @@ from ._sources import ArraySource, Source, as_source, copied, empty
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
-#: Called with each batch of the host.
+#: Called with this process's rows of each batch.
 Transform = Callable[[Arrays], Mapping[str, Any]]
 
-#: By default, so many threads read a Grain dataset of examples, a batch each.
+#: How many threads read a Grain dataset by default, one batch each.
 THREADS = 16
 
-#: To pass something from one thread to another costs as much as to gather a batch of small
-#: images, so small batches of arrays are gathered and passed on together.
+#: Handing something to another thread costs as much as gathering a batch of small images,
+#: so small batches of arrays are gathered and handed over together: at most so many bytes
+#: and so many batches.
 _TOGETHER_BYTES = 2**21
 _TOGETHER_BATCHES = 16
 
-#: Datasets of so many elements are endless: they were repeated without a number.
+#: From this length on, datasets are endless: `.repeat()` was called without a number.
 _ENDLESS = 2**40
 
 
@@ -62,7 +59,7 @@ class Reading:
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether no batch is read ahead."""
+        """True if no batch is read ahead."""
         return self.prefetch == 0 and self.options is None and not self.workers
 
     def read(self, batches: Any, threads: int) -> Any:
@@ -91,7 +88,7 @@ class Reading:
         import grain
         from absl import flags
 
-        # Grain asks absl for flags, which only programs of absl's have parsed.
+        # Grain reads flags of absl, which are parsed only in programs that absl starts.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         each = max(-(-self.prefetch // self.workers), 1)
@@ -100,23 +97,24 @@ class Reading:
 
 @dataclass(frozen=True)
 class ExampleBatches:
-    """Makes this process's part of the batch of any step, of examples that have numbers.
+    """Makes this process's part of the batch of any step, of examples that have an index.
 
-    - `read`: reads the examples of some numbers.
-    - `number`: from an epoch and two places in it to the numbers of the examples between.
-    - `steps`: which places are each step's.
+    - `read`: reads the examples at some indices.
+    - `indices`: returns the indices of the examples in an epoch from one place up to, but
+        not including, another.
+    - `steps`: the places of each step's batch.
     - `transform`: as for the loader.
     - `positions`: the positions in a batch that this process holds.
-    - `threads`: how many threads read at a time, a batch each.
+    - `threads`: how many threads read at a time, one batch each.
     """
 
     read: Callable[[Int[np.ndarray, " n"]], Arrays]
-    number: Callable[[int, int, int], Int[np.ndarray, " n"]]
+    indices: Callable[[int, int, int], Int[np.ndarray, " n"]]
     steps: Steps
     transform: Transform | None
     positions: Int[np.ndarray, " positions"]
     threads: int = 1
-    #: A transform may use its memory again, and threads make batches at the same time.
+    #: One transform at a time: it may reuse its memory, and several threads make batches.
     _turn: Any = field(default_factory=threading.Lock, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,11 +125,16 @@ class ExampleBatches:
 
     @property
     def pads(self) -> bool:
-        """Whether some batches have rows of padding."""
+        """True if some batches have rows of padding."""
         return self.steps.fills and self.steps.remainder > 0
 
     def at(self, step: int) -> "ExampleBatches":
-        """The same, for reading from a step on."""
+        """The same batches, to be read from a step on.
+
+        **Raises:**
+
+        `ValueError` if the step was taken with another batch size.
+        """
         first = self.steps.first
         if step == 0 < first:
             return replace(self, steps=self.steps.going_on(0, 0))
@@ -144,13 +147,13 @@ class ExampleBatches:
         return self
 
     def going_on(self, step: int, examples: int) -> "ExampleBatches":
-        """The same, going on at a step, before which so many examples were read."""
+        """The same, continued at a step before which a number of examples were read."""
         return replace(self, steps=self.steps.going_on(step, examples))
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
-        """The numbers of the examples of a step's batch, on all processes."""
+        """The indices of the examples of a step's batch, on all processes."""
         epoch, start = self.steps.place(step)
-        return self.number(epoch, start, start + self.steps.size)
+        return self.indices(epoch, start, start + self.steps.size)
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -160,7 +163,7 @@ class ExampleBatches:
         **Arguments:**
 
         - `steps`: the steps.
-        - `positions`: in ascending order.
+        - `positions`: the positions, in ascending order.
         """
         real = np.zeros((len(steps), len(positions)), bool)
         padded = np.zeros((len(steps), len(positions)), np.int64)
@@ -182,11 +185,12 @@ class ExampleBatches:
             nbytes = sum(array.nbytes for batch in first for array in batch.values())
             together = min(max(_TOGETHER_BYTES // max(nbytes, 1), 1), _TOGETHER_BATCHES)
         if together > 1:
-            # With one group ahead, the thread would wait for us as often as we for it.
+            # With one group ahead, the thread would wait for us as often as we for the
+            # thread.
             ahead = max(-(-reading.prefetch // together), 2)
             reading = replace(reading, prefetch=ahead)
         if "grain" not in sys.modules:
-            # It takes as long to import as JAX, for which the first step does not wait.
+            # Grain takes as long to import as JAX; the first step need not wait for that.
             yield from first
             first = []
         import grain
@@ -205,7 +209,7 @@ class ExampleBatches:
         return batch
 
     def _make_group(self, stop: int, count: int, first: int) -> list[Arrays]:
-        """The batches of a number of steps from the first on, but not of `stop`."""
+        """The batches of `count` steps from `first` on, but none from `stop` on."""
         steps = range(first, min(first + count, stop))
         size = len(self.positions)
         try:
@@ -220,8 +224,8 @@ class ExampleBatches:
             raise stopped(f"the batch of step {first}", error) from error
 
     def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch of all processes without its values, for which one example is read."""
-        # As of padding, which has a weight.
+        """The shapes and dtypes of a batch of all processes; reads one example."""
+        # As a row of padding, so that it has a weight if any batch has one.
         arrays = self._finish(self.read(np.zeros(1, int)), np.zeros(1, bool))
         return whole_shapes(arrays, self.steps.size, sharding)
 
@@ -233,7 +237,7 @@ class ExampleBatches:
         size = len(real)
         with self._turn:
             arrays = finished(arrays, self.transform)
-        # Full batches without weights of their own share some on the devices.
+        # Full batches without weights of their own share an array of ones on the devices.
         if self.pads and not (real.all() and WEIGHT not in arrays):
             weight = arrays.get(WEIGHT, np.ones(size, np.float32))
             if weight.shape != (size,):
@@ -265,11 +269,11 @@ def make_examples(
 
     **Returns:**
 
-    The batches, which this process holds as a whole, and a fingerprint of what decides
-    which examples they have. Its `"length"` is `None` if the dataset is endless.
+    The batches, all of whose positions this process holds, and a fingerprint of what
+    decides which examples they have. Its `"length"` is `None` if the dataset is endless.
     """
     if is_map_dataset(source):
-        check_has_numbers(
+        check_has_all(
             source,
             "an example",
             "call .to_iter_dataset().batch(n) on it, and leave batch_size= out",
@@ -277,7 +281,7 @@ def make_examples(
         places, length = len(source), finite_length(source)
         fingerprint: dict[str, Any] = {"length": length}
         read = functools.partial(read_examples, source)
-        number, threads = functools.partial(_number_in, places), THREADS
+        indices, threads = functools.partial(_indices_in, places), THREADS
     else:
         source = as_source(source)
         rows = Order(len(source), **order)
@@ -288,11 +292,11 @@ def make_examples(
             "shuffle": rows.shuffle,
             "sampler": rows.digest(),
         }
-        read, number = functools.partial(read_rows, source), rows.rows
+        read, indices = functools.partial(read_rows, source), rows.rows
         threads = 1
     steps = Steps(size, places, fills=remainder == "pad" and length is not None)
     whole = np.arange(size)
-    made = ExampleBatches(read, number, steps, transform, whole, threads)
+    made = ExampleBatches(read, indices, steps, transform, whole, threads)
     return made, fingerprint | {"remainder": remainder}
 
 
@@ -304,36 +308,36 @@ def read_rows(source: Source, rows: Int[np.ndarray, " n"]) -> Arrays:
     return {name: copied(array) for name, array in arrays.items()}
 
 
-def read_examples(dataset: Any, numbers: Int[np.ndarray, " n"]) -> Arrays:
-    """Some examples of a `grain.MapDataset`, stacked."""
-    listed = numbers.tolist()
-    # Padding has the same number many times.
-    found = {number: dataset[number] for number in dict.fromkeys(listed)}
-    examples = [found[number] for number in listed]
+def read_examples(dataset: Any, indices: Int[np.ndarray, " n"]) -> Arrays:
+    """The examples of a `grain.MapDataset` at some indices, stacked."""
+    listed = indices.tolist()
+    # Padding has the same index many times.
+    found = {index: dataset[index] for index in dict.fromkeys(listed)}
+    examples = [found[index] for index in listed]
     names: list[str] = []
-    for number, example in zip(listed, examples):
+    for index, example in zip(listed, examples):
         if not isinstance(example, Mapping) or not example:
             raise UsageTypeError(
-                f"example {number} of the dataset is {kind_of(example)}; make each a dict "
+                f"example {index} of the dataset is {kind_of(example)}; make each a dict "
                 "of arrays and numbers, with .map(lambda x: {'x': x}), say; after "
                 ".filter(...), call .to_iter_dataset().batch(n), and leave batch_size= out."
             )
         names = names or [*example]
         if names != [*example] and {*names} != {*example}:
             raise UsageError(
-                f"example {number} of the dataset has the entries {sorted(example)}, and "
+                f"example {index} of the dataset has the entries {sorted(example)}, and "
                 f"example {listed[0]} has {sorted(names)}; give all examples the same."
             )
     return {name: _stacked(name, [x[name] for x in examples], listed) for name in names}
 
 
-def check_has_numbers(dataset: Any, element: str, remedy: str) -> None:
-    """Refuse a `grain.MapDataset` some of whose numbers have no element.
+def check_has_all(dataset: Any, element: str, remedy: str) -> None:
+    """Refuse a `grain.MapDataset` without an element at some of its indices.
 
     **Arguments:**
 
     - `dataset`: the dataset.
-    - `element`: what an element is.
+    - `element`: what the error calls an element, such as `an example`.
     - `remedy`: what to do about it.
     """
     try:
@@ -341,31 +345,31 @@ def check_has_numbers(dataset: Any, element: str, remedy: str) -> None:
     except ValueError as error:
         said = f"{error}".strip().partition("\n")[0]
         raise UsageError(
-            f"not every number of this dataset has {element}, as after .filter(...), so "
+            f"not every index of this dataset has {element}, as after .filter(...), so "
             f"the loader cannot count them; {remedy}. (Grain says: {said})"
         ) from error
 
 
-def _number_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-    """The numbers of the examples of a dataset at some places of an epoch."""
+def _indices_in(length: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+    """The indices of a `grain.MapDataset`'s examples at some places of an epoch."""
     return epoch * length + np.arange(start, min(stop, length))
 
 
-def _stacked(name: str, entries: list[Any], numbers: list[int]) -> np.ndarray:
+def _stacked(name: str, entries: list[Any], indices: list[int]) -> np.ndarray:
     for entry in entries:
         check_not_masked(repr(name), entry)
     arrays = [np.asarray(entry) for entry in entries]
     first = arrays[0]
     if first.dtype.hasobject:
         raise UsageTypeError(
-            f"{name!r} is {kind_of(entries[0])} in example {numbers[0]}; make each entry "
+            f"{name!r} is {kind_of(entries[0])} in example {indices[0]}; make each entry "
             "an array or a number, with .map(...)."
         )
-    for number, array in zip(numbers, arrays):
+    for index, array in zip(indices, arrays):
         if array.shape != first.shape:
             raise UsageError(
-                f"{name!r} has the shape {first.shape} in example {numbers[0]} and "
-                f"{array.shape} in example {number}; pad or crop them to one shape with "
+                f"{name!r} has the shape {first.shape} in example {indices[0]} and "
+                f"{array.shape} in example {index}; pad or crop them to one shape with "
                 ".map(...), or pack them. If these are batches, leave batch_size= out."
             )
     memory = empty((len(arrays), *first.shape), np.result_type(*arrays))
@@ -377,7 +381,7 @@ def finished(arrays: Arrays, transform: Transform | None) -> Arrays:
     if transform is not None:
         size, ours = len(next(iter(arrays.values()))), dict(arrays)
         made = checked("the transform", transform(arrays), size)
-        # The transform may have made the others in memory that it uses again.
+        # The transform may have put the others into memory that it uses again.
         arrays = {
             name: array if array is ours.get(name) else copied(array)
             for name, array in made.items()
@@ -391,7 +395,7 @@ def finished(arrays: Arrays, transform: Transform | None) -> Arrays:
 def whole_shapes(
     arrays: Arrays, rows: int, sharding: Sharding | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of all processes, of as many rows, without its values."""
+    """The shapes and dtypes of a batch with `rows` rows on all processes."""
     return {
         name: jax.ShapeDtypeStruct(
             (rows, *array.shape[1:]),
@@ -403,19 +407,19 @@ def whole_shapes(
 
 
 def is_map_dataset(source: Any) -> bool:
-    """Whether this is a `grain.MapDataset`, without importing Grain for the answer."""
+    """True for a `grain.MapDataset`. It does not import Grain to find out."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(source, grain.MapDataset)
 
 
 def is_iter_dataset(source: Any) -> bool:
-    """Whether this is a `grain.IterDataset`."""
+    """True for a `grain.IterDataset`."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(source, grain.IterDataset)
 
 
 def finite_length(source: Any) -> int | None:
-    """The number of elements in a pass; `None` if that is endless, or not known."""
+    """The number of elements in a pass; `None` if it is endless, or not known."""
     try:
         length = len(source)
     except TypeError:
@@ -424,7 +428,7 @@ def finite_length(source: Any) -> int | None:
 
 
 def stopped(what: str, error: StopIteration) -> RuntimeError:
-    """Another error for `StopIteration`, which would be taken for the end."""
+    """The error to raise for a `StopIteration`, which would look like the end of data."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return RuntimeError(
         f"line {at.lineno} of {at.filename} raised StopIteration while {what} was made; "
@@ -433,7 +437,7 @@ def stopped(what: str, error: StopIteration) -> RuntimeError:
 
 
 def checked(who: str, arrays: Any, count: int) -> Arrays:
-    """The entries of some examples, as arrays of as many rows."""
+    """The entries that `who` returned for `count` examples, as arrays; refuse others."""
     if not isinstance(arrays, Mapping):
         raise UsageTypeError(f"{who} returned {kind_of(arrays)}; return a dict of arrays.")
     if not arrays:
@@ -478,7 +482,7 @@ def kind_of(value: Any) -> str:
 
 
 def parts_of(dataset: Any) -> list[Any]:
-    """A dataset of Grain's, and all that it is made of."""
+    """A dataset of Grain's, and all the datasets that it is made of."""
     return [dataset, *(part for each in dataset.parents for part in parts_of(each))]
 
 
@@ -489,7 +493,7 @@ def describe_part(part: Any) -> str:
 
 
 def digest_of_first(dataset: Any) -> str:
-    """A short text that tells a `grain.MapDataset` from others, of its first example."""
+    """A digest of the first example of a `grain.MapDataset`, to tell datasets apart."""
     found = hashlib.sha256()
     for name, array in sorted(read_examples(dataset, np.arange(1)).items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -498,7 +502,7 @@ def digest_of_first(dataset: Any) -> str:
 
 
 def check_remainder(remainder: str, examples: ExampleBatches, endless: bool) -> None:
-    """Refuse epochs that have no batches, or examples left over with "error"."""
+    """Refuse epochs without batches, and with "error", examples that fill no batch."""
     if remainder not in ("pad", "drop", "error"):
         raise UsageError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
     if endless:
@@ -514,6 +518,6 @@ def check_remainder(remainder: str, examples: ExampleBatches, endless: bool) -> 
         )
     if remainder == "drop" and left == length:
         raise UsageError(
-            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
+            f"an epoch has {length} examples, fewer than one batch of {batch_size}, and "
             "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
         )

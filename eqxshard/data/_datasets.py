@@ -1,7 +1,4 @@
-"""Datasets that this library can find: where their files are, and what replaces them.
-
-Files are downloaded once, by pooch.
-"""
+"""The files of known datasets: where they are, and how they are downloaded, by pooch."""
 
 import hashlib
 import os
@@ -14,14 +11,14 @@ from ..sharding._files import local_path
 
 
 def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """Where datasets are: as given, in `$EQXSHARD_DATA_DIR`, or in the user's cache."""
+    """The folder of datasets: as given, or `$EQXSHARD_DATA_DIR`, or the user's cache."""
     directory = data_dir or os.environ.get("EQXSHARD_DATA_DIR")
     directory = directory or platformdirs.user_cache_dir("eqxshard")
     return local_path(directory, "the folder of the data ($EQXSHARD_DATA_DIR)")
 
 
 def read_file(path: Path, url: str, sha256: str) -> bytes:
-    """The content of a file, which is downloaded first if it is missing.
+    """The content of a file, which is first downloaded if it is missing.
 
     **Arguments:**
 
@@ -56,6 +53,6 @@ def _download(path: Path, url: str, sha256: str) -> None:
         raise UsageFileError(
             f"there is no {path}, and it could not be downloaded from {url} "
             f"({error!s:.120}); put the file there, set data_dir or $EQXSHARD_DATA_DIR to "
-            "the directory that has it, or have pip install 'eqxshard[recipes]' for the "
+            "the directory that has it, or pip install 'eqxshard[recipes]' for the "
             "download."
         ) from error

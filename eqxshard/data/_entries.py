@@ -1,4 +1,4 @@
-"""Batches of a loader have the same entries: steps compile for those of the first one."""
+"""The check that all batches have the entries of the first, which steps compile for."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ class FirstEntries:
 
     **Arguments:**
 
-    - `remedy`: what to do about one that differs.
+    - `remedy`: what to do about a batch that differs.
     """
 
     def __init__(self, remedy: str):
         self._remedy = remedy
-        #: The step of the first batch and its entries, and those last accepted.
+        #: The step and the entries of the first batch, and the entries last accepted.
         self._first: tuple[int, dict[str, str]] | None = None
         self._accepted: dict[str, tuple[np.dtype, tuple[int, ...]]] | None = None
 
@@ -49,6 +49,6 @@ class FirstEntries:
 
 
 def _format(array: np.ndarray) -> str:
-    # Of int64 and int32, devices make the same.
+    # On devices, int64 may be the same as int32.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return format_array(jax.ShapeDtypeStruct(array.shape, dtype))

@@ -22,7 +22,7 @@ _SIZES = {"train": 60_000, "test": 10_000}
 _SIDE, _CLASSES = 28, 10
 _CHUNK = 500  # images drawn at once, to stay in a core's cache
 
-#: The SHA-256 of each file, whose name goes on with `-ubyte.gz`.
+#: The SHA-256 of each file, by its name without `-ubyte.gz`.
 _SHA256 = {
     "train-images-idx3": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
     "train-labels-idx1": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
@@ -133,7 +133,7 @@ def synthetic_fashion(split: str, *, seed: int = 0, size: int | None = None) -> 
     """A generated replacement for [`eqxshard.data.fashion_mnist`][], for tests and demos.
 
     Images of ten classes, in the same shapes and dtypes: each is the template of its class,
-    mixed with that of another, moved by up to two pixels, and noise. Accuracies on it say
+    mixed with that of another, moved by up to two pixels, plus noise. Accuracies on it say
     nothing about the real dataset.
 
     **Arguments:**

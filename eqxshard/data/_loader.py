@@ -1,6 +1,7 @@
-"""The loader: batches of the host, placed on a mesh, with a position.
+"""The loader: batches from the host, placed on a mesh, with a position.
 
-`_batches.py` makes the batches. *Row*, *place* and *step* are explained in `_order.py`.
+`_batches.py` makes the batches, or `_stream.py` takes those that others make. *Row*,
+*place* and *step* are explained in `_order.py`.
 """
 
 import atexit
@@ -55,7 +56,7 @@ from ._stream import BatchStream, Mark, raise_in_all
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
 
-#: Those that are alive are closed at exit: later, Grain's threads can no longer be ended.
+#: Open iterators, closed at exit: later, Grain's threads can no longer be ended.
 _ITERATORS: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
@@ -81,22 +82,22 @@ class Loader:
         devices: of a batch of 256 on two processes, 128. If it has a `len()`, that is an
         epoch, and it is read again after each; otherwise the loader ends with it.
 
-    Of the first two, the batches are the same on any mesh and any number of processes, and
-    the position is a number of examples. Of the third, the position is the state of the
-    iterator in each process, from its `get_state()`, as Grain's have it; an iterator
-    without one is read again up to the position.
+    For the first two, the batches are the same on any mesh and any number of processes, and
+    the position is a number of examples. For the third, the position is the state of each
+    process's iterator, from its `get_state()`, which Grain's iterators have; an iterator
+    without this method is read again up to the position.
 
     Except for batches without a length, a loader never ends, unless `epochs` says when: for
     a `for` loop over one pass, give `epochs=1`. Several iterators of one loader are
-    independent: each starts at the loader's position when it is made, and the loader's
-    position is that of the last one to advance: of the batch after the one that it gave,
+    independent: each starts at the loader's position when it is made. The loader's position
+    is that of the iterator that advanced last: the batch after the one that it gave,
     whatever was read ahead.
 
     **Arguments:**
 
     - `source`: as above.
-    - `batch_size`: the number of rows of a batch, over all devices; left out if the source
-        has batches.
+    - `batch_size`: the number of rows of a batch, over all devices. Leave it out if the
+        source has batches.
     - `mesh`: from [`eqxshard.make_mesh`][].
     - `seed`: decides the order of each epoch of arrays. (Call `.seed(...)` on a dataset of
         Grain's.)
@@ -120,12 +121,13 @@ class Loader:
         several at a time if there is no `transform`, so a few more may be. With 0, each
         batch is read on demand, without a thread. A `grain.IterDataset` reads ahead by its
         own options.
-    - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, whose batches are
-        read by so many threads, one each, instead; by default 16.
+    - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, in place of
+        `prefetch`: how many threads read its batches, one each, and how many batches are
+        read ahead. By default, 16 threads.
     - `workers`: the number of worker processes that read and transform batches, for
-        sources and transforms that spend their time in Python. What they use is pickled for
-        them (so a script that uses workers keeps its work below `if __name__ ==
-        "__main__":`).
+        sources and transforms that spend their time in Python. The source and the transform
+        are pickled for them (so a script that uses workers keeps its work below `if
+        __name__ == "__main__":`).
     - `placement`: `"host"` gathers batches on the host; `"device"` puts arrays on every
         device once, for datasets that fit. The batches are the same, but are gathered on
         the devices, and [`eqxshard.fit`][] and [`eqxshard.evaluate`][] take many steps in
@@ -142,7 +144,7 @@ class Loader:
     if the source or the transform returns the wrong number of rows, other entries, shapes
     or dtypes than for the first batch, or integers that need 64 bits where JAX has 32, or
     a process has fewer batches than another; `TypeError` if it returns what devices cannot
-    hold; and whatever they raise themselves (of a `StopIteration`, a `RuntimeError`).
+    hold; and whatever they raise themselves (for a `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
@@ -194,11 +196,11 @@ class Loader:
             )
             self._fingerprint: dict[str, Any] = {"processes": jax.process_count()}
             if is_iter_dataset(source):
-                # Each of them has a part of the dataset, and a position in it.
+                # Each worker has a part of the dataset, and a position in it.
                 self._fingerprint["workers"] = workers
             self._assert_same({"length": self._stream.length, "epochs": epochs})
         else:
-            # Python's own integers, also if NumPy's were given: state() must be JSON.
+            # Python's own integers, even if NumPy's were given: state() must be JSON.
             size = operator.index(batch_size)
             check_batch_size(size, mesh)
             examples, self._fingerprint = make_examples(
@@ -211,7 +213,7 @@ class Loader:
                 sampler=sampler,
             )
             self._assert_same({**self._fingerprint, "batch_size": size, "epochs": epochs})
-            # Only now, because the source may be empty in one process alone.
+            # After the comparison, because the source may be empty in one process only.
             endless = self._fingerprint["length"] is None
             check_remainder(remainder, examples, endless)
             if is_map_dataset(source):
@@ -246,7 +248,7 @@ class Loader:
             assert_same_on_all_processes("loader", facts)
 
     def _check_is_whole(self, dataset: Any) -> None:
-        """Refuse a dataset of which each process has another part."""
+        """Refuse a dataset that is not the same in all processes."""
         if not self._spans_processes:
             return
         # Without the names of functions, which have paths: these may differ.
@@ -273,7 +275,7 @@ class Loader:
         return digest
 
     def _hold(self, size: int) -> None:
-        """Place batches of as many rows from now on."""
+        """Place batches of `size` rows from now on."""
         self._size = size
         self._positions = positions_on_this_process(self._sharding, size)
 
@@ -284,12 +286,12 @@ class Loader:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the examples have numbers, which `rows` returns."""
+        """True if the examples have indices, which `rows` returns."""
         return self._examples is not None
 
     @property
     def has_end(self) -> bool:
-        """Whether an epoch ends, as far as the dataset says."""
+        """True unless the dataset says that it is endless."""
         return self.steps is not None or (
             self._stream is not None and not self._stream.is_endless
         )
@@ -310,7 +312,7 @@ class Loader:
             has_length = self._fingerprint["length"] is not None
             return self._examples.steps if has_length else None
         assert self._stream is not None
-        # As of batches of one example.
+        # As if each batch were one example.
         return Steps(1, self._stream.length) if self._stream.length else None
 
     @property
@@ -340,7 +342,7 @@ class Loader:
                 "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
-        # Not later, as somebody may move the loader before the first batch is read.
+        # Now, because the loader may be moved before the first batch is read.
         start = None if self._stream is None else self._stream.nearest(self._step)
         batches = self._batches(range(self._step, self._stop), self._examples, start)
         _ITERATORS.add(batches)
@@ -399,15 +401,14 @@ class Loader:
 
     def _check(self, arrays: Arrays, step: int) -> None:
         """Refuse a batch that devices cannot hold, or that is not like the first one."""
-        # Not where it is read ahead, as jax.enable_x64 may hold for this thread only.
+        # Not where batches are read ahead: jax.enable_x64 may hold for this thread only.
         check_integers(arrays)
         self._first.check(arrays, step)
         if self._stream is not None:
             check_weights(arrays, whole=not self._spans_processes)
 
     def _place(self, array: np.ndarray) -> Array:
-        """A batch's array, of which this process holds the rows at its positions."""
-        # Each device gets its own rows.
+        """An array of a batch on the devices, from the rows at this process's positions."""
         size, positions = self._size, self._positions
         assert size is not None
         shape = (size, *array.shape[1:])
@@ -421,7 +422,7 @@ class Loader:
         return from_host(shape, self._sharding, part)
 
     def _rows_of(self, arrays: Arrays) -> int:
-        """The rows, over all processes, of a batch of which these are this process's."""
+        """How many rows a batch has over all processes, from this process's part of it."""
         mine = len(next(iter(arrays.values())))
         if self._size is not None and len(self._positions) == mine:
             return self._size
@@ -465,7 +466,7 @@ class Loader:
 
     @contextlib.contextmanager
     def from_start(self) -> Iterator[None]:
-        """The loader is at its start here, and afterwards where it was: to evaluate."""
+        """A context in which the loader is at its start; then it goes back to its place."""
         position = self._step, self._examples
         marks = None if self._stream is None else self._stream.marks()
         self.seek(0)
@@ -486,7 +487,7 @@ class Loader:
         - `count`: how many batches.
         - `capacity`: the number of batches to leave room for, `count` by default. Steps
             compile once for each capacity, whatever the count; metrics have an entry for
-            each batch that there is room for, of weight 0 if no step was taken.
+            each batch that there is room for, with weight 0 if no step was taken.
 
         **Returns:**
 
@@ -514,19 +515,19 @@ class Loader:
         return self._resident.stacked(self._examples, steps, capacity=capacity)
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
-        """The numbers of the examples that make up the batch of a step, without padding.
+        """The indices in the source of the examples of a step's batch, without padding.
 
-        Of arrays, they are rows of the source; of a `grain.MapDataset`, its indices.
+        Those of a `grain.MapDataset` go on counting in the next epoch.
 
         **Raises:**
 
-        `ValueError` if the dataset has batches, whose examples have no numbers; or if the
+        `ValueError` if the dataset has batches, whose examples have no indices; or if the
         step is negative, or was taken with another batch size.
         """
         if self._examples is None:
             raise UsageError(
                 "the batches of this loader are made by its dataset, so their examples "
-                "have no numbers; look at the batch itself."
+                "have no indices; look at the batch itself."
             )
         step = _checked_step(step)
         return self._examples.at(step).rows(step)
@@ -534,7 +535,8 @@ class Loader:
     def state(self, step: int | None = None) -> dict[str, Any]:
         """The position, as JSON values, for [`eqxshard.Loader.restore`][].
 
-        If each of several processes makes batches of its own, all call this together.
+        If the dataset has batches and there are several processes, all of them must call
+        this together.
 
         **Arguments:**
 
@@ -544,7 +546,7 @@ class Loader:
         **Returns:**
 
         That step; the number of examples before its batch, over all epochs, or the state of
-        each process's iterator; and a fingerprint of what decides which batch that is.
+        each process's iterator; and a fingerprint of what decides the examples.
 
         **Raises:**
 
@@ -563,7 +565,7 @@ class Loader:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where [`eqxshard.Loader.state`][] was called.
 
-        The mesh and the number of epochs may have changed since. Of arrays and of datasets
+        The mesh and the number of epochs may have changed since. With arrays and datasets
         of examples, the batch size and the number of processes may have changed, too: the
         loader goes on with the example that would have come next, in the same order, and
         each epoch still has each example once. Iterators that exist already are not
@@ -618,7 +620,7 @@ def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.nd
 
 
 def _checked_step(step: int) -> int:
-    """A step as an integer of Python's, of which JSON is made; refuse negative ones."""
+    """A step as an integer of Python's, as JSON needs it; refuse negative ones."""
     if step < 0:
         raise UsageError(f"step {step} is before the start; give 0 or a later step.")
     return operator.index(step)
@@ -627,7 +629,7 @@ def _checked_step(step: int) -> int:
 @atexit.register
 def _close_iterators() -> None:
     for each in [*_ITERATORS]:
-        # Another thread may be in it.
+        # Another thread may be running it.
         with contextlib.suppress(ValueError):
             each.close()
 
@@ -663,7 +665,7 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def _kind_of(fingerprint: Mapping[str, Any]) -> str:
-    """The kind of source that a fingerprint is of."""
+    """The kind of source that a fingerprint belongs to."""
     if "seed" in fingerprint:
         return "arrays"
     if "first" in fingerprint:

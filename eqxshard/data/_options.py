@@ -1,4 +1,4 @@
-"""Refuses options of the loader that are out of range, or not for its source."""
+"""Checks of the loader's options: in range, and meant for its kind of source."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def check_order(
     sampler: Any,
     remainder: str,
 ) -> None:
-    """Refuse what decides the order of arrays, for datasets that have an order."""
+    """Refuse options that decide the order of arrays, for other kinds of sources."""
     if batch_size is None and remainder != "pad":
         raise UsageError(
             f"remainder={remainder!r} is for a loader that makes the batches itself; leave "
@@ -53,7 +53,7 @@ def check_order(
 
 
 def check_reading(source: Any, read_options: Any, workers: int) -> None:
-    """Refuse what Grain does, for iterables that Grain does not read."""
+    """Refuse options for Grain, for iterables that Grain does not read."""
     is_grain = is_map_dataset(source) or is_iter_dataset(source)
     is_iterable = not is_grain and not isinstance(source, Source | Mapping)
     if read_options is not None and not is_map_dataset(source):

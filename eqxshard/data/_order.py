@@ -18,10 +18,11 @@ from jaxtyping import Int
 
 from .._errors import UsageError
 
-#: Epochs of more rows than that are not made as a whole.
+#: The order of an epoch with more rows than this is computed in parts.
 _WHOLE_ROWS = 2**20
 
-#: Four mix well enough for any use (Luby and Rackoff); the others are for safety.
+#: The rounds of a `Permutation`. Four mix well enough for any use (Luby and Rackoff); the
+#: others are for safety.
 _ROUNDS = 8
 
 
@@ -54,7 +55,7 @@ class Steps:
 
     @property
     def remainder(self) -> int:
-        """The examples that fill no batch: of the first epoch, or of a later one."""
+        """How many examples fill no batch, in the first epoch or else in later ones."""
         return (self.length - self.examples % self.length) % self.size or (
             self.length % self.size
         )
@@ -85,9 +86,9 @@ class Steps:
         return self.examples_before(step) / self.length
 
     def end(self, epochs: int) -> int:
-        """The number of steps after which some epochs have ended.
+        """The number of steps after which a number of epochs have ended.
 
-        Of epochs that ended before the first step, a number below it.
+        If they ended before the first step, it is not more than that.
         """
         epoch = self.examples // self.length
         if epochs > epoch:
@@ -99,7 +100,7 @@ class Steps:
         return self.end(self.place(step)[0] + 1)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch has ended after some steps."""
+        """True if an epoch has just ended after a number of steps."""
         return self.end(self.place(step)[0]) == step
 
     def _count(self, places: int) -> int:
@@ -208,7 +209,7 @@ class Order:
         return self.examples if self.sampler is None else len(self.sampler)
 
     def rows(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-        """The rows at some places of an epoch, as far as there are so many."""
+        """The rows at the places from `start` to `stop - 1` of an epoch that exist."""
         if self.sampler is None and len(self) > _WHOLE_ROWS:
             return self._unique(epoch, start, min(stop, len(self)))
         # Another thread may be in another epoch.
@@ -218,7 +219,7 @@ class Order:
         return last[1][start:stop]
 
     def digest(self) -> str | None:
-        """A short text that tells one sampler from another, of its first epoch."""
+        """A digest of the sampler's first epoch, to tell samplers apart."""
         if self.sampler is None:
             return None
         rows = self.rows(0, 0, len(self))
@@ -238,7 +239,7 @@ class Order:
 def _sample(
     sampler: Sampler, examples: int, seed: int, epoch: int
 ) -> Int[np.ndarray, " n"]:
-    """The rows of an epoch, checked."""
+    """The rows that a sampler returns for an epoch, checked."""
     rows, length = np.asarray(sampler.rows(examples, seed, epoch)), len(sampler)
     if (
         rows.dtype.kind not in "iu"
@@ -256,13 +257,13 @@ class Permutation:
     """A random order of `range(length)`, in memory for about `8 * sqrt(length)` numbers.
 
     A Feistel network ([Luby and Rackoff, 1988](https://doi.org/10.1137/0217022)) whose
-    round functions are tables of random numbers. Numbers are seen as places in a table
-    that is about square, and each round moves every column along itself, or every row,
-    by a random distance. Those that end outside of the range go through it again.
+    round functions are tables of random numbers. The numbers fill a table that is about
+    square, and each round rotates every row, or every column, by a random distance.
+    Numbers that end outside of the range go through the network again.
 
     **Arguments:**
 
-    - `length`: how many rows there are.
+    - `length`: the number of rows.
     - `random`: decides the order.
     """
 

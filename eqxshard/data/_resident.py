@@ -16,12 +16,12 @@ from ._batches import ExampleBatches
 
 
 class ResidentDataset:
-    """Puts all examples on every device once; then a batch costs only its row numbers.
+    """Puts all examples on every device once; then only row numbers are sent per batch.
 
     **Arguments:**
 
     - `examples`: reads the examples.
-    - `count`: the number of them.
+    - `count`: the number of examples.
     - `mesh`: the mesh of the devices.
     """
 
@@ -49,7 +49,7 @@ class ResidentDataset:
     def stacked(
         self, examples: ExampleBatches, steps: range, *, capacity: int
     ) -> DeviceBatches:
-        """The batches of some steps, for a step to gather, with room for `capacity`."""
+        """The row numbers of some steps' batches, with room for those of `capacity`."""
         size = examples.steps.size
         padded, real = examples.padded(steps, np.arange(size))
         sharding = batch_sharding(self._mesh, stacked=True)

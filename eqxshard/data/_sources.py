@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 from .._errors import UsageError, UsageTypeError
 from ..sharding._leaves import check_not_masked
 
-#: In bytes: where memory starts that JAX shares with NumPy, and what it copies at once.
+#: In bytes: the alignment of NumPy memory that a CPU device can share, and the size below
+#: which JAX copies an array at once.
 _ALIGNMENT = 64
 _SMALL_BYTES = 2**16
 
@@ -65,13 +66,13 @@ class ArraySource:
     - `arrays`: arrays by name, of equal length. NumPy arrays are not copied; others, and
         lists, are converted.
     - `name`: the name of the data in the logs and summaries of [`eqxshard.train`][].
-    - `unit`: their name for examples, such as `images`.
+    - `unit`: what the logs and summaries call the examples, such as `images`.
     - `warning`: a warning that they show, such as that the data are synthetic.
 
     **Raises:**
 
-    `TypeError` if the arrays have no names. `ValueError` if there are none, one is a
-    scalar, or their lengths differ.
+    `TypeError` if the arrays have no names, or one is masked. `ValueError` if there are
+    none, one is a scalar, or their lengths differ.
 
     !!! Example
 
@@ -128,10 +129,11 @@ def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-    """Memory that a CPU device of JAX can share, or None if it copies the array at once.
+    """Memory that a CPU device of JAX can share, or `None` if it copies the array at once.
 
-    It can share what starts at a multiple of 64 bytes, and NumPy's memory starts at one of
-    16. It has a thread copy what is large, which takes longer than to gather small images.
+    It can share memory that starts at a multiple of 64 bytes; NumPy's starts at one of 16.
+    Other large arrays are copied by a thread, which takes longer than gathering small
+    images.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _SMALL_BYTES or dtype.hasobject:
@@ -141,7 +143,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """A copy in memory that a CPU device of JAX can share, where `empty` has some."""
+    """A copy in memory that a CPU device of JAX can share, if that is worth it."""
     memory = empty(array.shape, array.dtype)
     if memory is None:
         return array.copy()
@@ -150,7 +152,7 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def as_source(source: Any) -> Source:
-    """A source, also of a dict of arrays; refuse the rest, and say what to do with it."""
+    """A source, made of a dict of arrays if necessary; refuse others, and say a remedy."""
     if isinstance(source, Mapping):
         return ArraySource(source)
     if isinstance(source, Source) and not isinstance(source, type):
@@ -179,10 +181,10 @@ def as_source(source: Any) -> Source:
 
 
 def check_batches(source: Any) -> None:
-    """Refuse what cannot be iterated again and again for batches."""
+    """Refuse objects that cannot be iterated for batches, again and again."""
     if isinstance(source, Source | Mapping | str | type):
         raise UsageTypeError(
-            f"of a {type(source).__name__} the loader makes batches itself; give it "
+            f"the loader makes the batches of a {type(source).__name__} itself; give it "
             "batch_size=."
         )
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):

@@ -1,6 +1,6 @@
 """Batches that others make: a Grain dataset of batches, or any iterable of them.
 
-Next door, `_batches.py` makes batches of examples, and says how batches are read ahead.
+Next door, `_batches.py` makes batches of examples, and decides how far to read ahead.
 """
 
 import collections
@@ -25,7 +25,7 @@ from ._batches import (
     Reading,
     Transform,
     as_array,
-    check_has_numbers,
+    check_has_all,
     describe_part,
     finished,
     finite_length,
@@ -37,10 +37,10 @@ from ._batches import (
 )
 from ._sources import copied
 
-#: At so many of the last steps a stream knows its iterator's state.
+#: A stream knows its iterator's state at this many of the last steps.
 _MARKS = 16
 
-#: How many batches processes read before they tell each other how many they have.
+#: Processes read so many batches before they compare how many each of them has.
 _GROUP = 8
 
 #: How long a closed iterator waits for its thread, which the user's code may block.
@@ -70,33 +70,33 @@ class BatchStream:
         self._spans = spans
         #: The number of batches in a pass, if they have one.
         self.length = finite_length(batches)
-        #: Whether there is no last batch, as far as the dataset says.
+        #: True if the dataset says that there is no last batch.
         self.is_endless = is_map_dataset(batches) and self.length is None
         if is_map_dataset(batches):
             remedy = "call .to_iter_dataset() on it"
-            check_has_numbers(batches, "a batch", remedy)
-        #: What a dataset of Grain's is made of, as far as Grain tells: neither its seeds
-        #: nor its functions.
+            check_has_all(batches, "a batch", remedy)
+        #: The datasets that a dataset of Grain's is made of. Grain tells neither their
+        #: seeds nor their functions.
         self._parts: list[str] | None = None
         self._is_grain = is_map_dataset(batches) or is_iter_dataset(batches)
         if self._is_grain:
             self._parts = [describe_part(part) for part in parts_of(batches)]
-        #: How many whole passes were read, of an iterable that has them.
+        #: How many whole passes of an iterable with a length were read.
         self._passes = 0
         #: The last steps that were read.
         self._marks: collections.deque[Mark] = collections.deque(maxlen=_MARKS)
 
     def marks(self) -> "list[Mark]":
-        """The steps of which the iterator's state is known, for `remember`."""
+        """The steps at which the iterator's state is known, for `remember`."""
         return [*self._marks]
 
     def remember(self, marks: "Sequence[Mark]") -> None:
-        """Know the iterator's state at these steps, and no others."""
+        """Replace the steps at which the iterator's state is known."""
         self._marks.clear()
         self._marks.extend(marks)
 
     def nearest(self, step: int) -> "Mark":
-        """The last step, up to this one, of which the iterator's state is known."""
+        """The last step, up to this one, at which the iterator's state is known."""
         if is_map_dataset(self._batches):
             return Mark(step, None)
         known = [mark for mark in self._marks if mark.step <= step]
@@ -108,11 +108,11 @@ class BatchStream:
         return [mark.step, _as_json(mark.state), self._parts]
 
     def restore(self, position: Sequence[Any]) -> None:
-        """Know the position that `position` returned, and no other.
+        """Replace the known positions by one that `position` returned.
 
         **Raises:**
 
-        `ValueError` if it is of a dataset that is made of other parts.
+        `ValueError` if it is from a dataset that is made of other parts.
         """
         step, state, parts = position
         if parts != self._parts:
@@ -124,9 +124,9 @@ class BatchStream:
         self.remember([Mark(step, _from_json(state))])
 
     def first(self) -> Arrays:
-        """This process's part of the first batch; read for its shapes.
+        """This process's part of the first batch, which is read for its shapes.
 
-        If one of several processes has none, there is an error in all of them.
+        If one of several processes has none, all of them raise an error.
         """
         arrays: Arrays = {}
         failure: Exception | None = None
@@ -153,7 +153,7 @@ class BatchStream:
         - `start`: the nearest step whose state is known, `nearest(step)`.
         - `step`: the step to begin with. Batches before it are read again.
         - `check`: called with a batch and its step, raises an error if it is refused. If
-            it does so in one of several processes, there is an error in all of them.
+            it does so in one of several processes, all of them raise one.
         """
         iterator = _HostIterator(self._open(start.step), self._transform)
         ahead: Any = iterator
@@ -184,11 +184,11 @@ class BatchStream:
 
     @property
     def _ahead(self) -> int:
-        """How many batches a thread reads ahead; with 0, there is none."""
+        """How many batches a thread reads ahead; with 0, there is no thread."""
         if not self._reading.prefetch:
             return 0
         if self._spans:
-            # Of a group of batches, all are read before the first is given.
+            # All batches of a group are read before the first is given.
             return max(self._reading.prefetch, _GROUP)
         # Grain reads ahead itself, and one more thread would take time from its own.
         alone = self._is_grain and self._transform is None
@@ -240,7 +240,7 @@ def _read(
 def _read_in_groups(
     iterator: Any, step: int, check: Callable[[Arrays, int], None]
 ) -> Generator[tuple[Arrays, Any]]:
-    """The same, until a process has no more: a step that one misses would never end."""
+    """The same, until a process has no more: a step without one process would hang."""
     while True:
         group: list[tuple[Arrays, Any]] = []
         failure: Exception | None = None
@@ -274,8 +274,8 @@ def raise_in_all(failure: Exception | None, failures: Sequence[str | None]) -> N
 
     **Arguments:**
 
-    - `failure`: the error of this process.
-    - `failures`: the texts of the errors of all.
+    - `failure`: the error of this process, if it has failed.
+    - `failures`: the text of the error of each process, `None` if it has not failed.
     """
     if failure is not None:
         raise failure
@@ -290,7 +290,7 @@ def raise_in_all(failure: Exception | None, failures: Sequence[str | None]) -> N
 def _close(ahead: Any, iterator: "_HostIterator") -> None:
     """End the thread that reads ahead, if there is one, and the iterator."""
     if ahead is not iterator:
-        # It waits for the thread, which may wait for a batch that never comes.
+        # `close` waits for the thread, which may wait for a batch that never comes.
         closing = threading.Thread(target=ahead.close, daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -325,11 +325,11 @@ class _HostIterator:
 
     def set_state(self, state: Any) -> None:
         try:
-            # The iterator may go on with the same dict.
+            # The iterator may keep this dict as its own state.
             self._batches.set_state(copy.deepcopy(state))
         except UsageError:
             raise
-        # Grain's iterators look up what they expect in it.
+        # Grain's iterators raise a KeyError, say, where the state is not as they expect.
         except Exception as error:
             raise UsageError(
                 f"the saved position does not fit the dataset ({error!r}); make the "
@@ -337,7 +337,7 @@ class _HostIterator:
             ) from error
 
     def close(self) -> None:
-        # Generators and Grain's iterators have one; others may.
+        # Generators and Grain's iterators have this method; others may.
         getattr(self._batches, "close", lambda: None)()
 
     def _finish(self, batch: Any) -> Arrays:
@@ -363,14 +363,14 @@ class _HostIterator:
 class _Passes:
     """Reads an iterable of batches: again and again if it has a length, else once.
 
-    Its state is the number of batches read and, where the iterable's own iterator has a
-    state, that.
+    Its state is the number of batches read and, if the iterable's own iterator has one,
+    the state of that.
 
     **Arguments:**
 
     - `batches`: the iterable.
     - `length`: the number of batches in a pass; `None` if that is not known.
-    - `done`: how many passes of this iterable need not be read again, to go on after them.
+    - `done`: how many passes this iterable has behind it, which are not read again.
     """
 
     def __init__(self, batches: Iterable[Any], length: int | None, done: int):
@@ -408,7 +408,8 @@ class _Passes:
     def set_state(self, state: Mapping[str, Any]) -> None:
         if state.get("iterator") is None:
             if self._length:
-                # The next pass is a new one, whatever was read in those before it.
+                # Passes that this iterable has completed are not read again: iter() starts
+                # the next one.
                 passes = min(self._done, state["batches"] // self._length)
                 self._count = passes * self._length
             remedy = "; an iterator with get_state() and set_state() would go there at once"
@@ -451,7 +452,7 @@ def _as_json(state: Any) -> Any:
 
 
 def _check_keys(state: Any) -> None:
-    """Refuse the keys of which JSON makes text."""
+    """Refuse keys that are not text, which JSON would turn into text."""
     for key in state if isinstance(state, Mapping) else ():
         if not isinstance(key, str):
             raise TypeError(f"it has the key {key!r}")
@@ -461,7 +462,7 @@ def _check_keys(state: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    # Grain's DataLoader has a state of bytes, which are JSON.
+    # The state of Grain's DataLoader is bytes, which hold JSON.
     if isinstance(value, bytes):
         return {_BYTES: value.decode()}
     if isinstance(value, np.generic):
@@ -470,7 +471,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_json(state: Any) -> Any:
-    """The state that `_as_json` was given."""
+    """The state that was given to `_as_json`."""
 
     def restored(found: dict[str, Any]) -> Any:
         return found[_BYTES].encode() if [*found] == [_BYTES] else found

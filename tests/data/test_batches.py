@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"x": np.ones(8)},
         {},
         TypeError,
-        "the loader makes batches itself; give it batch_size=",
+        "itself; give it batch_size=",
     ),
     # Way 2: examples.
     "a dataset of strings": (

@@ -112,7 +112,7 @@ class MapStyle:
         ({"seed": 2**32}, ValueError, "seed=4294967296 must be between 0 and"),
         ({"workers": -1}, ValueError, "workers=-1 must be at least 0"),
         ({"remainder": "error"}, ValueError, "batches of 8 leave 2 of 10 examples over"),
-        ({"remainder": "drop", "batch_size": 16}, ValueError, "less than one batch of 16"),
+        ({"remainder": "drop", "batch_size": 16}, ValueError, "fewer than one batch of 16"),
         ({"remainder": "pda"}, ValueError, "remainder='pda' is not 'pad', 'drop' or"),
         ({"placement": "disk"}, ValueError, "placement='disk' is not 'host' or 'device'"),
         ({"source": numbers(0)}, ValueError, "an epoch has no examples"),

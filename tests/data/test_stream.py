@@ -470,7 +470,7 @@ def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
             grain.MapDataset.source([*five()]).filter(lambda batch: batch["x"][0] % 2 == 0),
             {},
             ValueError,
-            r"not every number of this dataset has a batch, .*; call .to_iter_dataset\(",
+            r"not every index of this dataset has a batch, .*; call .to_iter_dataset\(",
         ),
         (Again(five), {"epochs": 2}, ValueError, "epochs=2 is for datasets that have a l"),
         ([], {"prefetch": -1}, ValueError, "prefetch=-1 must be at least 0"),

@@ -1,6 +1,6 @@
 """Text: bytes, token files, and sources of examples for language models.
 
-May use `data`.
+This room may use `data`.
 """
 
 import lazy_loader

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 
 
 class ByteTokenizer:
-    """The bytes of a text in UTF-8: 256 tokens, and one that ends a document.
+    """A tokenizer with a token for each byte of UTF-8, and one that ends a document.
 
     !!! Example
 
@@ -20,10 +20,13 @@ class ByteTokenizer:
     eos_id = 256
 
     def encode(self, text: str) -> Int[np.ndarray, " n"]:
-        """The tokens of a text, int32."""
+        """The tokens of a text, int32, one for each byte."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some tokens, without those that end documents."""
+        """The text of some tokens, without those that end documents.
+
+        Bytes that are not UTF-8 become replacement characters.
+        """
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")

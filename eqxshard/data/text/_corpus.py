@@ -1,4 +1,4 @@
-"""A text to train on and one to evaluate on, from whatever holds them."""
+"""A text to train on and one to evaluate on, from text files or token files."""
 
 import codecs
 import os
@@ -24,8 +24,8 @@ class Corpus:
     [`eqxshard.data.text.open_corpus`][] and [`eqxshard.data.text.shakespeare`][] return
     these.
 
-    - `train`, `valid`: the [`eqxshard.data.text.Tokens`][].
-    - `name`: of the text, for logs and summaries.
+    - `train`, `valid`: the [`eqxshard.data.text.Tokens`][] of each.
+    - `name`: the name of the text, for logs and summaries.
     """
 
     train: Tokens
@@ -34,7 +34,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """The number of different tokens, which a model must have at least."""
+        """The number of different tokens, the smallest vocabulary for a model."""
         return max(self.train.vocab_size, self.valid.vocab_size)
 
 
@@ -46,11 +46,11 @@ def open_corpus(path: str | os.PathLike[str], *, valid: float = 0.1) -> Corpus:
     - `path`: one of
         - a file of text, `.txt`, whose tokens are its bytes, those of an
             [`eqxshard.data.text.ByteTokenizer`][] (a byte-order mark is left out);
-        - a folder of prepared text, such as `recipes/prepare_text.py` writes;
+        - a folder of prepared text, as `recipes/prepare_text.py` writes it;
         - a folder with two such folders, `train` and `valid`;
         - a folder with `train.bin` and `val.bin`, as nanoGPT prepares them.
-    - `valid`: the part of the tokens to evaluate on, from the end, where `path` does not
-        say. Of `n` tokens, the first `int(n * (1 - valid))` are to train on. A document
+    - `valid`: the part of the tokens to evaluate on, from the end, if `path` has no such
+        part. Of `n` tokens, the first `int(n * (1 - valid))` are to train on. A document
         that this cuts is shorter in both parts.
 
     **Returns:**
@@ -147,7 +147,7 @@ def _cut(count: int, valid: float, name: str) -> int:
 
 
 def _find_parts(folder: Path) -> tuple[Path, Path]:
-    """The folders or files of a corpus that somebody else has split."""
+    """The folders or files of a corpus that is already split in two."""
     for names in (("train", "valid"), ("train.bin", "val.bin")):
         train, valid = (folder / name for name in names)
         if train.exists() and valid.exists():

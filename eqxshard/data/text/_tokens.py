@@ -122,14 +122,14 @@ class TokenFiles:
 
     **Arguments:**
 
-    - `path`: a folder of prepared text, or a file of nanoGPT's, `.bin`: one document of
+    - `path`: a folder of prepared text, or a `.bin` file of nanoGPT's: one document of
         tokens in uint16, without a header. The folder has
         - `tokens.bin`: the tokens of all documents, one after another, as unsigned integers
             of the smallest size that holds the vocabulary, little-endian;
         - `ends.bin`: the index after the last token of each document, in uint64;
         - `prepared.json`: `{"vocab_size": 257, "tokens": 1000, "documents": 10}`.
-    - `start`, `stop`: the range of tokens to read, such as the last 10 %, as of a slice. A
-        document that it cuts is shorter in it.
+    - `start`, `stop`: the range of tokens to read, as in a slice, such as the last 10 %. A
+        document that the range cuts is shorter.
 
     **Raises:**
 
@@ -172,7 +172,7 @@ class TokenFiles:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Mapped again by the process that gets this.
+        # The process that gets this maps the file again.
         first, stop = self._range[0], self._range.stop
         return functools.partial(TokenFiles, start=first, stop=stop), (self.path,)
 
@@ -211,7 +211,7 @@ class TokenFiles:
             return np.array([len(self)], np.int64)
         path, count = self.path / _ENDS_FILE, self._record["documents"]
         length = self._record["tokens"]
-        # Compared before they are read: each document has a token.
+        # Compared before they are read: there cannot be more documents than tokens.
         ends = _map(path, np.dtype("<i8"), count, "c") if count <= length else np.empty(0)
         if ends[-1:].tolist() != [length] or not _increase(ends):
             raise UsageError(
@@ -229,20 +229,20 @@ class TokenFiles:
 
 
 def _increase(ends: np.ndarray) -> bool:
-    """Whether the ends of documents increase from 1 or more."""
-    # In parts, so that little memory is needed however many there are.
+    """True if the ends of documents increase, from 1 or more."""
+    # In parts, to need little memory for any number of documents.
     size = 2**20
     parts = (ends[i : i + size + 1] for i in range(0, len(ends), size))
     return bool(np.all(ends[:1] > 0)) and all(np.all(x[1:] > x[:-1]) for x in parts)
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder has prepared text."""
+    """True if a folder has prepared text."""
     return (folder / _RECORD_FILE).exists()
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """How a folder of token files was prepared."""
+    """The record of a folder of prepared text, checked."""
     path = folder / _RECORD_FILE
     if not path.exists():
         raise UsageError(
@@ -287,5 +287,5 @@ def _map(
 
 
 def as_tokens(tokens: Tokens | ArrayLike) -> Tokens:
-    """Tokens, also of an array."""
+    """Tokens, made of an array if necessary."""
     return tokens if isinstance(tokens, Tokens) else TokenArray(tokens)

@@ -1,4 +1,4 @@
-"""Examples of text: windows of tokens, with or without regard to documents."""
+"""`Windows`: examples of text, all tokens in a row, with documents kept apart or not."""
 
 import numpy as np
 from jaxtyping import Bool, Int, Int64
@@ -34,9 +34,9 @@ class Windows:
 
     - `tokens`: the [`eqxshard.data.text.Tokens`][], or an array of them.
     - `seq_len`: the number of tokens of an example.
-    - `stride`: how far apart examples start.
-    - `limit`: the number of examples to keep at most, spread evenly over the text.
-    - `documents`: keep the documents of an example apart.
+    - `stride`: how many tokens apart examples start.
+    - `limit`: the most examples to have, spread evenly over the text.
+    - `documents`: whether to keep the documents of an example apart.
 
     **Raises:**
 
@@ -105,12 +105,15 @@ class Windows:
         }
 
     def _begins(self, starts: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, "n tokens"]:
-        """Whether a document begins at each place after the first, in and after windows."""
+        """Where documents begin: for each window, at each place after its first token.
+
+        The last place is that of the token after the window.
+        """
         ends = self.tokens.ends()
         low = np.searchsorted(ends, starts, side="right")
         counts = np.searchsorted(ends, starts + self.seq_len, side="right") - low
         rows = np.repeat(np.arange(len(starts)), counts)
-        # For each window, the numbers of the ends in it, from `low` on.
+        # For each window, the indices of the ends in it, from `low` on.
         numbers = np.arange(len(rows)) + np.repeat(low - np.cumsum(counts) + counts, counts)
         begins = np.zeros((len(starts), self.seq_len + 1), np.bool_)
         begins[rows, ends[numbers] - starts[rows]] = True
