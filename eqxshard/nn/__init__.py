@@ -1,7 +1,8 @@
 """Parts of language models, safe on any mesh.
 
-Attention, rotary positions and the cross-entropy of next tokens, for use inside a model;
-how much of a device's power training uses. May use `sharding`, `transforms` and `parallel`.
+Attention, rotary positions and the cross-entropy of next tokens, for use inside a model,
+and the share of the devices' peak FLOP/s that training uses. This room may use `sharding`,
+`transforms` and `parallel`.
 """
 
 from ..sharding._peaks import mfu as mfu

@@ -40,24 +40,24 @@ def attention(
 
     - on a mesh that splits the sequence over `axis`, by
         [`eqxshard.parallel.ring_attention`][];
-    - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention, by
-        the calls of [`jax.nn.dot_product_attention`][], wherever cuDNN has it;
-    - elsewhere by plain products, and where the sequence is long in chunks.
+    - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention, with
+        the calls of [`jax.nn.dot_product_attention`][], wherever cuDNN supports it;
+    - elsewhere by plain matrix products, in chunks if the sequence is long.
 
-    Memory does not grow with the square of the sequence, of packed documents either: a
+    Memory does not grow with the square of the sequence, not even for packed documents: a
     long sequence of them reaches cuDNN in chunks of queries, each with a mask of the keys
     between the first and the last that it sees, and is computed again for the gradient.
 
-    Batch and heads stay split over the axes of the batch and over `tensor`. What attention
-    needs to go backward is named `"attention"`, for policies of [`jax.checkpoint`][] such
-    as `save_only_these_names("attention")`; `remat="dots"` of [`eqxshard.scan_layers`][]
-    keeps it.
+    Batch and heads stay split over the axes of the batch and over `tensor`. The arrays that
+    the gradient needs are named `"attention"`, for policies of [`jax.checkpoint`][] such as
+    `save_only_these_names("attention")`; `remat="dots"` of [`eqxshard.scan_layers`][] keeps
+    them.
 
     **Arguments:**
 
     - `query`, `key`, `value`: those of a whole batch. (Under `jax.vmap`, give each example
-        a batch dim of 1.) `heads` is a multiple of `kv_heads`: as many heads of queries
-        share one of keys and values.
+        a batch dim of 1.) `heads` is a multiple of `kv_heads`: several heads of queries
+        may share one of keys and values.
     - `causal`: whether a position sees only itself and earlier ones.
     - `window`: with `causal`, how many positions one sees at most: itself and the
         `window - 1` before it. (The `local_window_size` of JAX's function is
@@ -76,9 +76,10 @@ def attention(
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other, if causal attention to a number of
-    keys that is not that of queries has no `offset`, if there is an `offset` or a `window`
-    without `causal`, or an `offset` with `segments`, or the mesh has no such axis.
+    `ValueError` if the shapes do not fit each other, if causal attention has another number
+    of keys than of queries and no `offset`, if there is an `offset` or a `window` without
+    `causal`, if there are `segments` with an `offset` or with another number of keys, or if
+    the mesh has no such axis.
 
     !!! Example
 
@@ -121,7 +122,7 @@ def attention(
 
 
 def _is_split(axis: str) -> bool:
-    """Whether the mesh, if there is one, splits sequences."""
+    """True if there is a mesh, and it splits arrays over an axis."""
     return jax.sharding.get_abstract_mesh().shape.get(axis, 1) > 1
 
 
@@ -160,9 +161,9 @@ def _exact(
 
 
 def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
-    """Keep sequences whole where experts would have the compiler split them.
+    """Keep sequences whole where the compiler would split them for experts.
 
-    cuDNN needs it; elsewhere it makes the step the same, on whatever platform.
+    cuDNN needs that; elsewhere it makes the step the same on every platform.
     """
     if _is_split("expert"):
         rest = PartitionSpec.UNCONSTRAINED
@@ -173,7 +174,7 @@ def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
 def _by_rows(
     query: Array, key: Array, value: Array, offset: Any, window: int | None, scale: float
 ) -> Array:
-    """Attention to another number of keys, in chunks of queries."""
+    """Attention with another number of keys than of queries, in chunks of queries."""
     seq, keys = query.shape[1], key.shape[1]
 
     def attend(row: tuple[Int[Array, ""], Float[Array, "batch heads head_dim"]]) -> Array:
@@ -200,11 +201,11 @@ def _plain(
     seen: Bool[Array, "#mask_batch seq keys"] | None,
     scale: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Plain products of matrices, with the heads before the sequence."""
+    """Attention by plain matrix products, with the heads before the sequence."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     batch, heads, seq, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    # The heads of a group are rows of one product.
+    # The heads that share one of keys and values are rows of one product.
     rows = query.reshape(batch, kv_heads, -1, dim)
     dtype = accumulation_dtype(query.dtype)
     scores = scale * jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=dtype)

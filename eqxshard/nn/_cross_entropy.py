@@ -1,4 +1,4 @@
-"""`cross_entropy`: losses of next tokens, without ever having all logits."""
+"""`cross_entropy`: the losses of next tokens, without all logits in memory at once."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from ..sharding._placement import constrain
 from ..transforms._dtypes import at_least_float32
 
 _ANY = PartitionSpec.UNCONSTRAINED
-#: What the recomputed chunks keep, by its name.
+#: The name of the arrays that the recomputed chunks keep.
 _KEPT = "logsumexp"
 
 
@@ -33,25 +33,25 @@ def cross_entropy(
     The logits of a whole batch are often the largest array of a training step. Here those
     of only `chunk` positions of each sequence exist at a time: the sequence is computed in
     chunks, and in the backward pass the logits of each chunk are computed again. (A
-    sequence that is not longer than a chunk is computed at once, and nothing again.)
+    sequence that is not longer than a chunk is computed at once, and not again.)
 
     Products are computed in the dtype of `hidden`; the softmax and the sums in float32, or
     better.
 
-    It works on any mesh as arrays are split. Where `weight` is split by vocabulary, each
-    device computes its part of the logits and only sums over the vocabulary are
-    communicated; where the sequence is split over `context`, each device computes chunks
-    of its own part. The gradients of `weight` of all chunks are summed on each device
-    before they are summed over devices; for that, call it with the whole batch rather than
-    under `jax.vmap`, where they are summed over devices for each chunk.
+    It works on any mesh, however the arrays are split. Where `weight` is split by
+    vocabulary, each device computes its part of the logits and only sums over the
+    vocabulary are communicated; where the sequence is split over `context`, each device
+    computes chunks of its own part. The gradients of `weight` from all chunks are summed on
+    each device before they are summed over devices. Call it with the whole batch for that:
+    under `jax.vmap` they are summed over devices for each chunk.
 
     **Arguments:**
 
     - `hidden`: the outputs of the last layer.
-    - `weight`: the output weights, a row for each word; the embedding table where the two
-        are tied.
-    - `targets`: the index of the word to predict; where it is -1, the loss is 0 and has no
-        gradient.
+    - `weight`: the output weights, a row for each token of the vocabulary; the embedding
+        table if the two are tied.
+    - `targets`: the token to predict at each position; where it is -1, the loss is 0 and
+        has no gradient.
     - `chunk`: the most positions of each sequence whose logits exist at a time.
 
     **Returns:**
@@ -73,10 +73,10 @@ def cross_entropy(
     """
     if chunk < 1:
         raise UsageError(
-            f"chunk={chunk} must be at least 1; leave it out for the usual size."
+            f"chunk={chunk} must be at least 1; leave it out for the default size."
         )
     _check_shapes(hidden, weight, targets)
-    # In 8 bits the indices of a longer vocabulary would wrap around.
+    # In 8 bits, the indices of a larger vocabulary would wrap around.
     targets = targets.astype(jnp.int32)
     *batch, seq, _ = hidden.shape
     of_batch = batch_axes(jax.sharding.get_abstract_mesh())
@@ -107,14 +107,15 @@ def cross_entropy(
 
     def body(_: None, chunk: tuple[Array, Array, Array]) -> tuple[None, Array]:
         number, hidden, targets = chunk
-        # For each chunk anew, or JAX would put one beside each logit ahead of the loop.
+        # Made again for each chunk; otherwise JAX would materialize an index beside each
+        # logit ahead of the loop.
         words = jnp.arange(len(weight[0, 0]), dtype=targets.dtype) + 0 * number
         losses = jax.vmap(_losses, in_axes=(1, 0, 1, None), out_axes=1)
         losses = jax.vmap(losses, in_axes=(0, 0, 0, None))
         return None, losses(hidden, _with_gradient_of(narrow, wide), targets, words)
 
     policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
-    # The scan itself keeps XLA from undoing it.
+    # The scan itself keeps XLA from undoing the checkpoint.
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     numbers = jnp.arange(count, dtype=targets.dtype)
     chunks = numbers, to_chunks(hidden), to_chunks(targets)
@@ -145,7 +146,7 @@ def _losses(
 
 @jax.custom_jvp
 def _with_gradient_of(narrow: Array, wide: Array) -> Array:
-    """An array whose gradient is that of the same in a wider type, to be summed there."""
+    """The array `narrow`, whose gradient goes to `wide`: the same in a wider dtype."""
     del wide
     return narrow
 
@@ -170,7 +171,7 @@ def _(
 ) -> tuple[Array, Array]:
     (logits, targets, words), (dlogits, *_) = primals, tangents
     losses, logsumexp = _nll(logits, targets, words)
-    # All that the gradient needs beside the logits, which are computed again.
+    # The gradient needs only this beside the logits, which are computed again.
     logsumexp = checkpoint_name(logsumexp, _KEPT)
     softmax = jnp.exp(at_least_float32(logits) - logsumexp[..., None])
     gradient = jnp.where(_is_target(targets, words), softmax - 1.0, softmax)
@@ -182,7 +183,7 @@ def _nll(logits: Array, targets: Array, words: Array) -> tuple[Array, Array]:
     """The losses, and the logsumexp of the logits."""
     logits = at_least_float32(logits)
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    # A sum, because to pick one of them is a gather of all where they are split.
+    # A sum, because picking one logit would gather all of them where they are split.
     one_hot = _is_target(targets, words).astype(logits.dtype)
     at_target = jnp.sum(logits * one_hot, axis=-1)
     return jnp.where(targets >= 0, logsumexp - at_target, 0.0), logsumexp
@@ -193,7 +194,7 @@ def _is_target(targets: Array, words: Array) -> Array:
 
 
 def _split(axes: tuple[str, ...], size: int) -> tuple[int, tuple[str, ...] | None]:
-    """How many parts mesh axes split a dim into, and these axes; none if it is whole."""
+    """The number of parts that mesh axes split a dim into, and these axes, if any do."""
     found = automatic_axes(axes, size)
     sizes = jax.sharding.get_abstract_mesh().shape
     count = math.prod(sizes[axis] for axis in found)

@@ -1,6 +1,6 @@
 """Self-attention by cuDNN, split over the axes of the batch and over `tensor`.
 
-On meshes whose axes have other names, and without one, it is split as its arrays are.
+On meshes whose axes have other names, and without a mesh, JAX splits it like its arrays.
 """
 
 import functools as ft
@@ -18,16 +18,16 @@ from . import _cudnn_call, _packed
 from ._cudnn_call import Options, in_rows
 
 _ANY = PartitionSpec.UNCONSTRAINED
-#: cuDNN takes whole sequences, also where experts would have the compiler split them.
+#: cuDNN takes whole sequences, even where the compiler would split them for experts.
 _WHOLE = PartitionSpec(_ANY, None, _ANY, None)
 
 
 def supports(options: Options, query: Array, key: Array, segments: Array | None) -> bool:
-    """Whether cuDNN can do this attention and its gradient, where they are to run."""
+    """True if cuDNN can do this attention and its gradient on the devices in context."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     seq = min(query.shape[1], _packed.CHUNK) if segments is not None else query.shape[1]
-    # Of one example, whatever the mesh.
+    # For one example, whatever the mesh.
     like = [jax.ShapeDtypeStruct((1, seq, *x.shape[2:]), x.dtype) for x in (query, key)]
     mask = None if segments is None else jax.ShapeDtypeStruct((1, 1, seq, seq), jnp.bool)
 
@@ -47,20 +47,20 @@ def supports(options: Options, query: Array, key: Array, segments: Array | None)
     except NotImplementedError:
         return False
     except RuntimeError:
-        # It is not installed here. Where the GPUs of the mesh are, it is.
+        # cuDNN is not installed here, but it is where the GPUs of the mesh are.
         fits = _cudnn_call.fits(like[0], like[1], mask)
         return fits and _is_for_gpus() and _cudnn_call.knows_axes()
     return True
 
 
 def _is_for_gpus() -> bool:
-    """Whether the mesh in context is one of GPUs, which may not be there."""
+    """True if the mesh in context is for GPUs, which may not be on this machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "gpu"
 
 
 def attend(options: Options, *arrays: Array) -> Array:
-    """Attention of a query, a key and a value, and maybe segments."""
+    """Attention of a query, a key and a value, with or without segments."""
     query, key, value, *segments = arrays
     query, key, value = (constrain(x, _WHOLE) for x in (query, key, value))
     if not segments or query.shape[1] <= _packed.CHUNK:
@@ -74,7 +74,7 @@ def attend(options: Options, *arrays: Array) -> Array:
 
 
 class _Calls(NamedTuple):
-    """Attention, and a function that has the gradient of its output before segments."""
+    """Attention, and its backward pass: of the same arrays, with `grad` before segments."""
 
     forward: Callable[..., Array]
     backward: Callable[..., tuple[Array, ...]]
@@ -111,7 +111,7 @@ def _attend(
     if segments is not None:
         mask = segments[:, :, None] == segments[:, None, :]
         if options.window is not None:
-            # Not every cuDNN has both.
+            # Not every cuDNN has both a mask and a window.
             far = jnp.tri(query.shape[1], k=-options.window, dtype=bool)[None]
             mask &= ~jnp.broadcast_to(far, mask.shape)
             options = options._replace(window=None)
@@ -127,7 +127,7 @@ def _dot_product(
 ) -> Float[Array, "batch seq heads head_dim"]:
     if _cudnn_call.knows_axes():
         return _cudnn_call.attend(options, query, key, value, mask)
-    # JAX's own function is split by the compiler, as its arrays are.
+    # The compiler splits JAX's own function like its arrays.
     window = options.window
     return jax.nn.dot_product_attention(
         query,

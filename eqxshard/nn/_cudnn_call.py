@@ -1,8 +1,9 @@
 """The calls of cuDNN's attention, for the rows and heads of each device.
 
-They are those of `jax.nn.dot_product_attention`, as a test says. But JAX makes them only
-where cuDNN is installed, and has the process that lowers a step split them when it is
-compiled. These can be planned on any machine, and compiled by any process.
+They are the calls that `jax.nn.dot_product_attention` makes, as a test checks. But JAX
+makes them only where cuDNN is installed, and only the process that lowered a step can
+compile it, because it splits them then. Ours can be planned on any machine, and compiled
+by any process.
 """
 
 import functools as ft
@@ -22,9 +23,9 @@ from .._jax import varies_along
 from ..sharding._mesh import automatic_axes, batch_axes
 from ..sharding._spec import AXES
 
-#: The largest head, and what divides its size, on all GPUs.
+#: The largest size of a head on all GPUs, and the number that it must be a multiple of.
 _MAX_HEAD, _HEAD_MULTIPLE = 128, 8
-#: What a masked score gets: the least number would overflow in a sum of two.
+#: The bias of a masked score: the lowest number of a dtype would overflow in a sum.
 _MASKED = {"bfloat16": -2.0 * 2**40, "float16": -2.0 * 2**14}
 _TYPES = {"bfloat16": "BF16", "float16": "F16"}
 #: Before 0.11.1, JAX's call also returns the gradient of the bias.
@@ -66,9 +67,9 @@ def attend(
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
-    """Arrays of per-device code that differ between devices along the same axes.
+    """Arrays in per-device code, made to vary along every axis that one of them varies on.
 
-    So the gradient of one that does not is summed over the devices.
+    The gradient of one that did not is then summed over the devices.
     """
     along = [varies_along(jax.typeof(x)) for x in arrays]
     every = frozenset().union(*along)
@@ -80,7 +81,7 @@ def vary_alike(*arrays: Array) -> list[Array]:
 
 
 def knows_axes() -> bool:
-    """Whether the names of the axes in context say which split rows, and which heads."""
+    """True if the names of the axes in context say which split rows, and which heads."""
     mesh = jax.sharding.get_abstract_mesh()
     names = {*mesh.axis_names}
     return bool(mesh.manual_axes) or (bool(names) and names <= {*AXES, *batch_axes(mesh)})
@@ -101,7 +102,7 @@ def _attend_backward(
     options: Options, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array | None, ...]:
     grads = in_rows(ft.partial(_backward, options), 4, *kept, grad)
-    return *grads, *[None] * (len(kept) - 5)  # Of the mask, if there is one.
+    return *grads, *[None] * (len(kept) - 5)  # None for the mask, if there is one.
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -112,9 +113,9 @@ def in_rows(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
 
     **Arguments:**
 
-    - `fn`: of arrays `(batch, seq, heads, head_dim)`, and of others of fewer dims: masks
-        and segments, which are not floating, and numbers `(batch, heads, seq)`.
-    - `ranks`: the number of dims of what it returns: a prefix of it.
+    - `fn`: takes arrays `(batch, seq, heads, head_dim)`, and others of fewer dims: masks
+        and segments, which are not floating-point, and statistics `(batch, heads, seq)`.
+    - `ranks`: the number of dims of each of its results.
     - `arrays`: its arguments; the first two are query and key.
     """
 
@@ -136,7 +137,7 @@ def in_rows(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
 
 
 def _on_devices(fn: Callable[..., Any], ranks: Any, *arrays: Array) -> Any:
-    """Call a function per device over the axes over which the code around it is not."""
+    """Call a function per device along the axes along which its caller is not."""
     mesh, (query, key, *_) = jax.sharding.get_abstract_mesh(), arrays
     axes = {*mesh.axis_names} - {*mesh.manual_axes}
     if not axes or not knows_axes():
@@ -171,7 +172,7 @@ def _bias(query: Array, mask: Sequence[Array]) -> list[Array]:
 def _forward(
     options: Options, query: Array, key: Array, value: Array, *mask: Array
 ) -> tuple[Array, Array]:
-    """The output, and what to go backward needs: a number for each row of scores."""
+    """The output, and the statistics for the gradient: a number for each row of scores."""
     batch, seq, heads, dim = query.shape
     bias = _bias(query, mask)
     out, statistics = _call(
@@ -226,7 +227,7 @@ def _call(
 
 
 def _config(options: Options, query: Array, key: Array, products: Any) -> str:
-    """What XLA reads of a call."""
+    """The configuration of a call, as XLA reads it: JSON."""
     batch, seq, heads, _ = query.shape
     layout = {
         "dim_level_types": [],
@@ -277,7 +278,7 @@ def _config(options: Options, query: Array, key: Array, products: Any) -> str:
 
 
 def fits(query: Any, key: Any, mask: Any) -> bool:
-    """Whether cuDNN can do attention of these shapes, and its gradient, on all GPUs."""
+    """True if cuDNN can do attention of these shapes, and its gradient, on all GPUs."""
     seq, keys, dim = query.shape[1], key.shape[1], query.shape[-1]
     is_even = mask is None or seq % 2 == keys % 2 == 0
     return dim <= _MAX_HEAD and dim % _HEAD_MULTIPLE == 0 and is_even

@@ -1,4 +1,4 @@
-"""The operations of a training step, to compare with what devices can do."""
+"""The operations of a training step, to compare with the peak of devices."""
 
 
 def flops_per_token(
@@ -6,21 +6,23 @@ def flops_per_token(
 ) -> float:
     """The floating-point operations of training a decoder on a token.
 
-    As in appendix B of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311):
-    6 for each parameter and 12 for each pair of features in a product of attention,
-    forward and backward. What is computed again to save memory does not count, and causal
-    attention counts as if all positions saw each other.
+    As in appendix B of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311): 6
+    for each parameter, and in each layer 12 for each feature of the queries and each
+    position of the sequence, for the forward and the backward pass. Operations that are
+    repeated to save memory do not count, and causal attention counts as if all positions
+    saw each other.
 
     **Arguments:**
 
-    - `parameters`: those that each token is multiplied by, so not tables of the input; of
-        experts, those that a token goes through.
+    - `parameters`: the number of parameters that a token is multiplied with. Embedding
+        tables of the input do not count, and of experts only those that a token goes
+        through.
     - `layers`, `heads`, `head_dim`: the sizes of attention; heads are those of queries.
     - `seq`: the length of a sequence, or of a window of attention if that is shorter.
 
     **Returns:**
 
-    Operations per token, of which a multiplication and an addition are two.
+    Operations per token, where a multiplication and an addition count as two.
 
     !!! Example
 

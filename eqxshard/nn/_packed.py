@@ -1,13 +1,13 @@
-"""Attention of packed documents with no mask of seq x seq, in chunks of queries.
+"""Attention over packed documents without a mask of seq x seq, in chunks of queries.
 
-A chunk attends at once to the keys between the first and the last that any of its queries
-sees, as many as the next power of two of chunks. So memory grows with the sequence, and
-work with the documents, however many there are.
+A chunk attends in one call to the keys between the first and the last that any of its
+queries sees; their number is rounded up to a power of two of chunks. So memory grows with
+the length of the sequence, and work with the lengths of the documents, however many.
 
-The packed layout of cuDNN itself, as XLA has it, is no way to do this. It takes a fixed
-number of documents, and gives each of them statistics and gradients of queries, in float32,
-as long as the whole sequence: for 32 documents in 8,192 tokens of 32 heads of 128, 4.3 GB
-where a mask has 0.1.
+cuDNN's own packed layout, as XLA offers it, does not do. It takes a fixed number of
+documents, and gives each of them statistics and gradients of the queries, in float32, as
+long as the whole sequence: for 32 documents in 8,192 tokens, with 32 heads of 128, these
+have 4.3 GB, and a mask has 0.1 GB.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-#: About how many queries are in a chunk, and the longest sequence that is one.
+#: About how many queries are in a chunk, and the longest sequence that is a single chunk.
 CHUNK = 1024
 
 
@@ -95,7 +95,7 @@ class _Spans:
     def __init__(self, packed: Packed, segments: Int[Array, "batch seq"]):
         seq = segments.shape[1]
         self.count = -(-seq // CHUNK)
-        # What cuDNN computes without a remainder.
+        # A multiple of 64, which cuDNN computes without a remainder.
         self.chunk = 64 * -(-seq // (64 * self.count))
         self.packed, self.seq = packed, seq
         self.segments = self.pad(segments)
@@ -111,7 +111,7 @@ class _Spans:
         return _part(x, i * self.chunk, self.chunk)
 
     def mask(self, i: Array, start: Any, size: int) -> Bool[Array, "batch chunk keys"]:
-        """Which of so many keys the queries of a chunk see."""
+        """Which of `size` keys, from `start` on, the queries of chunk `i` see."""
         rows = (i * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
         columns = (start + jnp.arange(size, dtype=jnp.int32))[None]
         seen = columns < self.seq
@@ -125,7 +125,7 @@ class _Spans:
         return same & jnp.broadcast_to(seen, same.shape)
 
     def switch(self, i: Array, fn: Callable[[Array, int], Any]) -> Any:
-        """Call `fn(start, size)` for keys that hold all that a chunk sees."""
+        """Call `fn(start, size)` for a range of keys with all that chunk `i` sees."""
         whole = self.sizes[-1]
         seen = jnp.any(self.mask(i, 0, whole), axis=(0, 1))
         first = jnp.argmax(seen).astype(jnp.int32)

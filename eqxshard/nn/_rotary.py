@@ -16,15 +16,21 @@ class RotaryScaling:
 
     A pair of features whose wavelength is longer than `original_length /
     low_frequency_factor` positions turns `factor` times slower; one whose wavelength is
-    shorter than `original_length / high_frequency_factor` turns as before; between them
-    it is interpolated. These are `rope_scaling` in the configuration files of Hugging
-    Face where its `rope_type` is `"llama3"`.
+    shorter than `original_length / high_frequency_factor` turns as before; between these
+    wavelengths, the speed is interpolated. The values are those of `rope_scaling` in the
+    configuration files of Hugging Face where its `rope_type` is `"llama3"`.
 
     **Arguments:**
 
     - `factor`: how many times slower the slow pairs turn.
-    - `low_frequency_factor`, `high_frequency_factor`: where the change ends and begins.
-    - `original_length`: the length of the texts that the model was first trained on.
+    - `low_frequency_factor`, `high_frequency_factor`: the factors of the two wavelengths.
+    - `original_length`: the length of the texts that the model was first trained on, in
+        tokens.
+
+    **Raises:**
+
+    `ValueError` if a number is not positive, or `low_frequency_factor` is not less than
+    `high_frequency_factor`.
     """
 
     factor: float
@@ -52,14 +58,15 @@ def rotary(
     https://arxiv.org/abs/2104.09864).
 
     The features of a head are rotated in pairs, those of the first half with those of the
-    second, as in Hugging Face's Llama. Angles are computed in float32 from the positions,
-    wherever these are; there is no cache, so this works on any mesh, for packed documents
-    (positions that begin again) and for decoding (positions that begin late).
+    second, as in Hugging Face's Llama. Frequencies are computed in float32, and angles in
+    float32 or better, from the positions themselves. There is no cache, so this works on
+    any mesh, for packed documents (positions that begin again) and for decoding (positions
+    that begin late).
 
     **Arguments:**
 
     - `x`: queries or keys. Under `jax.vmap`, those of one example.
-    - `positions`: the position of each, such as `jnp.arange(seq)`.
+    - `positions`: the position of each token, such as `jnp.arange(seq)`.
     - `theta`: the base of the wavelengths, which are `2 * pi` to `2 * pi * theta`.
     - `scaling`: Llama 3.1's change of the frequencies; none by default.
 
