@@ -1,7 +1,7 @@
 """Explicit per-device code, for computation that should not simply follow the data.
 
-Ring attention, pipelines and mixtures of experts, for use inside a model. May use
-`sharding` and `transforms`.
+Ring attention, pipelines and mixtures of experts, for use inside a model. This room may
+use `sharding` and `transforms`.
 """
 
 from ._moe import Mixture as Mixture

@@ -4,8 +4,8 @@ Glossary:
 
 - a *choice* is one of a token's `k` experts, counted from the most probable;
 - a device's *queue* for an expert holds those of its choices that the expert keeps;
-- each *round* of the exchange has a number of *slots* per expert, which the next choices
-  in the queue fill.
+- a *round* of the exchange has a number of *slots* per expert, which are filled by the next
+  choices in the queue.
 """
 
 import functools as ft
@@ -30,9 +30,9 @@ from ..transforms._shard_map import filter_shard_map
 from ._moe_routes import Devices, Routes, route
 from ._pipeline import copy_along, local_copy
 
-#: The slots of a round, as a multiple of an even load. Longer queues take further rounds:
-#: with fewer slots these are more common, with more slots more is sent and computed for
-#: nothing.
+#: The slots of a round, as a multiple of an even load. Longer queues take further rounds,
+#: which are more common with fewer slots. With more slots, more is sent and computed in
+#: vain.
 _SLOTS_PER_EVEN_LOAD = 2
 
 
@@ -172,8 +172,9 @@ def mixture_of_experts(
 
     # Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch
     # that takes further rounds.
-    # Gradients of experts are summed over the batch once, and not in every round; on CPUs
-    # outside, as XLA crashes if code that is per device along some axes sums bfloat16.
+    # Gradients of experts are summed over the batch once, and not in every round. On CPUs,
+    # that is outside the per-device code: XLA crashes if code that is per device along
+    # only some axes sums bfloat16.
     device = mesh.abstract_device
     on_cpus = device is not None and device.platform == "cpu"
 
@@ -206,7 +207,7 @@ def _mixture(
     k: int,
     limit: int,
 ) -> Mixture:
-    """The mixture, per device but for the exchanges."""
+    """The mixture for one example, in per-device code except for the exchanges."""
     own, others, whole = P("expert"), P(None, "expert"), P()
     find_routes = ft.partial(route, k=k, limit=limit, devices=devices.size)
     routes, longest, balance_loss, dropped = devices.run(
@@ -305,7 +306,7 @@ def _check(
     devices: int,
     parts: int,
 ) -> None:
-    """Check the arguments, which are one of `parts` parts, for a number of devices."""
+    """Check the arguments, which may be one of `parts` parts, for a number of devices."""
     if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise UsageError(
             f"x has shape {x.shape} and router_logits {logits.shape}; give both a row for "

@@ -22,9 +22,9 @@ from ..transforms._shard_map import filter_shard_map
 class Routes(NamedTuple):
     """The routes of a device's tokens: for each token and choice,
 
-    - `expert`: its number;
-    - `gate`: its weight in the output;
-    - `position`: in this device's queue for the expert, counted from 0;
+    - `expert`: the index of the expert;
+    - `gate`: the weight of the expert in the output;
+    - `position`: the position in this device's queue for the expert, from 0;
     - `kept`: whether it is in the queue at all.
     """
 
@@ -36,7 +36,10 @@ class Routes(NamedTuple):
     def in_round(
         self, number: Int[Array, ""], slots: int
     ) -> tuple[Int[Array, "tokens k"], Bool[Array, "tokens k"]]:
-        """The slot of each choice in a round of so many, and whether it has one."""
+        """The slot of each choice in a round with `slots` per expert, if it has one there.
+
+        Returns the slots, and which choices have one.
+        """
         slot = self.position - number * slots
         return slot, self.kept & (slot >= 0) & (slot < slots)
 
@@ -57,7 +60,8 @@ def route(
 
     chosen = jax.nn.one_hot(expert, count, dtype=jnp.int32)
     device = lax.axis_index("expert") if devices > 1 else 0
-    # How often each expert is chosen, by choice and device: the order of precedence.
+    # How often each expert is chosen, by choice and then by device: in the order of
+    # precedence.
     chosen_by = jnp.zeros((k, devices, count), jnp.int32)
     chosen_by = chosen_by.at[:, device].set(jnp.sum(chosen, axis=0, dtype=jnp.int32))
     mean_probs = jnp.mean(probs, axis=0) / devices
@@ -84,7 +88,7 @@ def route(
 
 
 def _cumsum(counts: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
-    # By default it would be of 64 bits under `jax_enable_x64`.
+    # By default, the sum would have 64 bits under `jax_enable_x64`.
     return jnp.cumsum(counts, axis=0, dtype=counts.dtype)
 
 
@@ -104,10 +108,10 @@ def _top_k(
 class Devices(NamedTuple):
     """The devices along the axis `expert`, and how code runs on them.
 
-    - `size`: their number.
-    - `parts`: the number of parts of the arrays that the code sees one of: all in code
-        that is per device already, otherwise 1.
-    - `batch_axes`: the axes that split the batch, if the code is per device along these.
+    - `size`: the number of devices.
+    - `parts`: into how many parts the arrays that the code sees are split already: `size`
+        in code that is per device, otherwise 1.
+    - `batch_axes`: the axes that split the batch, if the code is per device along them.
     """
 
     size: int
@@ -121,7 +125,7 @@ class Devices(NamedTuple):
         out_specs: PyTree,
         *args: PyTree,
     ) -> Any:
-        """Call a function per device."""
+        """Call a function per device, on arguments that are split by `in_specs`."""
         if self.size > self.parts:
             fn = filter_shard_map(fn, None, in_specs, out_specs, axis_names={"expert"})
         return fn(*args)
@@ -141,11 +145,11 @@ class Devices(NamedTuple):
         return jax.tree.map(split, tree) if self.size > self.parts else tree
 
     def exchange(self, rows: Array, split: int, whole: int) -> Array:
-        """Have the devices split another dim of some rows.
+        """Split rows over the devices along the dim `split`, and no longer along `whole`.
 
-        XLA makes an all-to-all of the constraint, and leaves the examples of the batch on
-        their devices. An all-to-all in code that is per device along `expert`, and not
-        along the axes of the batch, would have it gather them.
+        XLA turns the constraint into an all-to-all, and leaves the examples of the batch on
+        their devices. It would gather them for an all-to-all in code that is per device
+        along `expert` but not along the axes of the batch.
         """
         if self.size == 1:
             return rows
@@ -156,7 +160,7 @@ class Devices(NamedTuple):
         return constrain(rows, P(*spec))
 
     def longest(self, queue: Int[Array, ""]) -> Int[Array, ""]:
-        """The longest of a length, over all examples of the batch."""
+        """The length of the longest queue, over all examples of the batch."""
         queue = _max_over_batch(queue)
         return lax.pmax(queue, self.batch_axes) if self.batch_axes else queue
 
@@ -165,8 +169,8 @@ class Devices(NamedTuple):
 def _max_over_batch(value: Int[Array, ""]) -> Int[Array, ""]:
     """The maximum over all examples that `jax.vmap` runs over.
 
-    It makes the condition of `jax.lax.cond` one for the whole batch. With a condition for
-    each example, both branches would be computed.
+    With it, `jax.lax.cond` has one condition for the whole batch. With a condition for each
+    example, both branches would be computed.
     """
     return value
 

@@ -57,13 +57,13 @@ def pipeline(
         and returns activations of the same shape and dtype. The rule should store it with
         `P("stage")`.
     - `x`: the activations of a batch, its rows split over `data` and `fsdp`.
-    - `args`: what else every layer gets of each example, such as its positions: PyTrees of
-        arrays of leading size batch, or `None`. They go with their microbatch: a layer is
-        called as `layer(h, *args)`.
+    - `args`: further inputs of every layer for each example, such as its positions: PyTrees
+        of arrays whose leading dim is the batch, or `None`. They go with their microbatch:
+        a layer is called as `layer(h, *args)`.
     - `microbatches`: the number of parts to split each device's rows into. Use several
         times the number of stages to keep the stages busy.
-    - `key`: a random key. If given, a layer is called with a `key=` as well, a key for
-        each layer and example that depends on nothing else.
+    - `key`: a random key. If given, a layer is called with a `key=` as well. It is another
+        key for each layer and example, and the same on every mesh.
 
     **Returns:**
 
@@ -72,8 +72,9 @@ def pipeline(
     **Raises:**
 
     `ValueError` if the layers do not divide over the stages, or the batch into
-    microbatches; if an array of `layers` does not have the leading dim, or one of `args`
-    the batch's size; or if a layer changes the shape or dtype of activations.
+    microbatches; if `microbatches` is not positive; if an array of `layers` does not have
+    the leading dim, or one of `args` the batch's size; or if a layer changes the shape or
+    dtype of activations.
 
     !!! Example
 
@@ -132,8 +133,8 @@ def pipeline(
     out_specs = PartitionSpec("stage", batch_axes)
     run = _per_device(gpipe, batch_axes, in_specs, out_specs)
     layers, inputs = copy_along(batch_axes, layers), copy_along(("stage",), (x, args))
-    # Only the last stage's result is not zero, so the sum sends it to all stages. It is
-    # exact in any dtype.
+    # Only the last stage's result is not zero, so the sum, which is exact in any dtype,
+    # sends it to all stages.
     return jax.lax.reduce_sum(run(layers, layer_ids, inputs, rows, key), (0,))
 
 
@@ -174,8 +175,8 @@ def _apply_layers(
 ) -> Array:
     """Apply a stage's layers, one after the other.
 
-    A stage that is not busy computes too, on values that may lead to nan, so its weights
-    and `args` get no gradient from that.
+    A stage that is not busy computes as well, on values that may lead to nan, so its
+    weights and `args` get no gradient then.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
     if busy is not None:
@@ -254,7 +255,7 @@ def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
     """Give arrays a leading dim, with a copy for each device along some axes.
 
     The sum of gradients over these axes is then left to the compiler: XLA:CPU crashes if
-    code that is per device along some of the axes only sums bfloat16 with a collective.
+    code that is per device along only some axes sums bfloat16 with a collective.
     """
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in axes)
@@ -266,14 +267,14 @@ def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
 
 
 def local_copy(tree: PyTree) -> PyTree:
-    """This device's copy, of those that `copy_along` makes."""
+    """This device's copy of those that `copy_along` makes."""
     return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, tree)
 
 
 def _per_device(
     fn: Callable[..., Any], batch_axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Map a function over the stages and the rows; other axes are left to the compiler."""
+    """Run a function per stage and per part of the rows; leave other axes to XLA."""
     return filter_shard_map(
         fn,
         None,

@@ -16,7 +16,7 @@ from ..sharding._text import nearest_multiples
 class Ring(NamedTuple):
     """The devices along a mesh axis; the other axes are left to the compiler.
 
-    - `mesh`: to split arrays over; `None` if they are whole, or split already.
+    - `mesh`: the mesh to split arrays over; `None` if they are whole, or split already.
     - `axis`, `size`: the mesh axis of the ring, and its number of devices.
     """
 
@@ -58,7 +58,13 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def check_divides(self, count: int, what: str) -> None:
-        """Raise `ValueError` unless a number of rows, say, does."""
+        """Raise `ValueError` unless a number of something divides over the ring.
+
+        **Arguments:**
+
+        - `count`: the number.
+        - `what`: what the error calls the things that are counted, such as `rows`.
+        """
         if count % self.size:
             raise UsageError(
                 f"the {count} {what} do not divide over {self.axis}={self.size}; use a "

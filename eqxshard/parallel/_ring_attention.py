@@ -54,26 +54,27 @@ def ring_attention(
     `axis` it takes and returns the device's own parts. Batch and heads stay split as they
     are.
 
-    On a ring of n devices, keys and values are sent n - 1 times; for the gradient they are
-    sent n - 1 times again, and their gradients, in float32, as often, and back.
+    On a ring of n devices, keys and values are sent n - 1 times. For the gradient they are
+    sent n - 1 times again, and so are their gradients, in float32, and then once back.
 
-    With `causal=True` a device would compute more the later its part of the sequence is.
-    So devices first exchange halves: each attends from an early and a late half of a part,
-    with the same work in each step, and half as much as for all blocks. Beside what goes
-    around, half a part of the query, the key, the value and the output is sent once, and
-    for the gradient half a part of the gradients of output and query. With a `window` the
-    parts stay as they are, and go around as far as it reaches.
+    With `causal=True` a device would compute more the later its part of the sequence is. So
+    devices first exchange halves of their parts: then each has an early and a late half,
+    the same work in each step, and half the work of attention that is not causal. Besides
+    the keys and values on the ring, half a part of the query, the key, the value and the
+    output is sent once, and for the gradient half a part of the gradients of output and
+    query. With a `window` the parts stay where they are, and keys and values go only as far
+    around as the window reaches.
 
     **Arguments:**
 
     - `query`, `key`, `value`: as for `jax.nn.dot_product_attention`; under `jax.vmap`,
-        those of one example. There may be several heads of queries for each of keys and
-        values (grouped queries), which are sent as they are.
+        those of one example. Several heads of queries may share one of keys and values
+        (grouped queries), which is sent only once for all of them.
     - `causal`: whether a position sees only itself and earlier ones.
     - `window`: with `causal`, how many positions one sees at most: itself and the
         `window - 1` before it.
-    - `segments`: the segment of each position, such as a document of several in one
-        sequence; a position sees its own segment only. They travel with the keys.
+    - `segments`: the segment of each position, such as the document that it belongs to; a
+        position sees its own segment only. They travel with the keys.
     - `scale`: the factor of the scores; `1 / sqrt(dim)` by default.
     - `axis`: the mesh axis that the sequence is split over.
 
@@ -179,7 +180,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _on_blocks(blocks: Blocks, fn: Callable[..., Any], *args: Array | None) -> Any:
-    """Call a function on each device's blocks, of which the first is the query's."""
+    """Call a function on each device's blocks; the first argument is the query."""
     query, axis = args[0], blocks.ring.axis
     assert query is not None
     spec = PartitionSpec(*[None] * (query.ndim - 3), axis)
@@ -214,7 +215,7 @@ def _forward(
         return (weighted, total, new_max), key_sums
 
     weighted, total = _zero_sums(q), _zero_sums(q[..., :1])
-    # Finite, because in the first chunk there may be no key that a query sees.
+    # Finite, because a query may see no key of the first chunk.
     running_max = jnp.full_like(total, jnp.finfo(total.dtype).min)
     query_sums = (weighted, total, running_max)
     (weighted, total, running_max), _ = attend_ring(
@@ -236,7 +237,7 @@ def _backward(
     logsumexp: Float[Array, "*batch block heads"],
     grad: Float[Array, "*batch block heads dim"],
 ) -> tuple[Float[Array, "*batch block _ dim"], ...]:
-    """The gradients of the block's query, key and value, which are balanced."""
+    """The gradients of the block's query, key and value, from balanced arguments."""
     # The derivative of the softmax subtracts the weighted mean of the gradient.
     dtype = logsumexp.dtype
     mean = jnp.sum(grad.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
@@ -271,7 +272,7 @@ def _zero_sums(x: Array) -> Array:
 
 
 def _dot(subscripts: str, x: Array, y: Array) -> Array:
-    """A product in the dtype of `y`, which is an input's, summed in float32 or better."""
+    """A product in the dtype of `y`, an input of attention, summed in float32 or better."""
     return jnp.einsum(
         subscripts,
         x.astype(y.dtype),

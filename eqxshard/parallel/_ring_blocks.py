@@ -2,16 +2,16 @@
 
 Glossary:
 
-- a *block* is the part of a sequence that one device holds. In each *step* of the ring a
+- a *block* is the piece of a sequence that one device holds. In each *step* of the ring a
   device attends from its own block of queries to one block of keys and values, which
   comes from the device `source`; the first is its own;
 - causal blocks are *balanced*: their second half is exchanged with the device that is as
   far from the other end. Of the 2n halves of a sequence, device i then holds 2i and 2n - 1
   - 2i, so that each has an early and a late one, and in each step the same work (Brandon
-  et al. 2023, Striped Attention, https://arxiv.org/abs/2311.09431, have another such
-  layout). Such a half, and any other block, is a *part*;
-- a *chunk* is what of a part is attended to at once, so that no more of the scores exists
-  at a time than those between two chunks;
+  et al. 2023, Striped Attention, https://arxiv.org/abs/2311.09431, balance the work by
+  another layout). A half of a balanced block, or a whole other block, is a *part*;
+- a *chunk* is a piece of a part. Attention is computed from one chunk to another at a time,
+  so that no more scores exist than those between two chunks;
 - a *group* is the queries of several heads that share a head of keys and values;
 - inside, arrays of keys are `*batch kv_heads seq dim` and those of queries `*batch
   kv_heads group seq dim`; in a chunk of queries the group and the sequence are one dim,
@@ -38,6 +38,7 @@ class Blocks(NamedTuple):
     - `ring`: the devices.
     - `length`: the length of a block.
     - `group`: how many heads of queries share one of keys.
+    - `causal`, `window`, `scale`: as for [`eqxshard.parallel.ring_attention`][].
     """
 
     ring: Ring
@@ -49,7 +50,7 @@ class Blocks(NamedTuple):
 
     @property
     def balanced(self) -> bool:
-        # Through a window, blocks that lie as they are have the same work.
+        # With a window, blocks have equal work where they are.
         return self.causal and self.window is None and self.ring.size > 1
 
     @property
@@ -76,11 +77,12 @@ class Blocks(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Which parts of queries attend to which parts of keys.
+    """Pairs of a part of the queries and a part of the keys that it attends to.
 
+    - `queries`, `keys`: the index of the part in its block, for each pair.
     - `distance`: how far the queries begin behind the keys, for the mask of causal
-      attention; as much as a part or more where they see all keys.
-    - `hidden`: whether they see none.
+      attention; the length of a part or more if they see all keys.
+    - `hidden`: whether the queries see none of the keys after all.
     """
 
     queries: Sequence[Any]
@@ -124,7 +126,7 @@ def attend_ring(
     if rank is None:
         return step(_pair_first(blocks, None), query_sums, keys, key_sums)
     ring, last = blocks.ring, blocks.steps - 1
-    # Sent before they are used, so that the next block arrives while this one is.
+    # Sent before they are used, so that the next block arrives while this one is in use.
     next_keys = ring.send(keys) if last else keys
     query_sums, key_sums = step(_pair_first(blocks, rank), query_sums, keys, key_sums)
 
@@ -139,7 +141,7 @@ def attend_ring(
         return query_sums, key_sums
     carry = (query_sums, next_keys, key_sums)
     if blocks.window is not None:
-        # Few, and each with bounds of its own.
+        # There are few steps, and each has bounds of its own.
         for number in range(1, last):
             carry, _ = body(carry, number)
     else:
@@ -161,21 +163,21 @@ def _pair(blocks: Blocks, rank: Array, step: Any) -> _Pairs:
     """The pairs with the parts of another device."""
     source = (rank - step) % blocks.ring.size
     if blocks.window is not None:
-        # No position sees what would come from the other end.
+        # No position sees a block that comes around from the other end of the sequence.
         return _Pairs([0], [0], [step * blocks.length], hidden=rank < step)
     if not blocks.causal:
         return _Pairs([0], [0], [blocks.part])
     (first, early), (other, their_early) = (_halves(blocks, x) for x in (rank, source))
     behind = other < first
-    # The late queries see the early keys. Beside that, the early queries see them too, or
-    # the late queries see the late keys.
+    # The late queries see the early keys. Besides, either the early queries see them, too,
+    # or the late queries see the late keys.
     queries = [1 - early, jnp.where(behind, early, 1 - early)]
     keys = [their_early, jnp.where(behind, their_early, 1 - their_early)]
     return _Pairs(queries, keys, [blocks.part] * 2)
 
 
 def _halves(blocks: Blocks, rank: Any) -> tuple[Array, Array]:
-    """The number of a device's early half, and which part it is."""
+    """The number of a device's early half in the sequence, and which of its parts it is."""
     size = blocks.ring.size
     early = jnp.asarray(2 * rank >= size, jnp.int32)
     return jnp.where(early, 2 * (size - rank) - 1, 2 * rank), early
@@ -248,8 +250,8 @@ def _attend_pairs(
             )
             return chunk_sums, put(key_sums, key_chunk_sums, key_row)
 
-        # The same on all devices in each step. Otherwise one of them could wait forever in
-        # a collective that the compiler put here, and another never reaches.
+        # The bounds are the same on all devices in each step. Otherwise one of them could
+        # wait forever in a collective of the compiler's that another never reaches.
         start, stop = 0, count
         if not all_seen:
             stop = jnp.minimum((i * size + size - 1 + distance) // size + 1, count)
@@ -271,12 +273,12 @@ def _pick(values: Sequence[Any], i: Any) -> Any:
 
 
 def balance(blocks: Blocks, tree: PyTree) -> PyTree:
-    """Exchange the second halves of blocks, or back, if they are to be balanced."""
+    """Exchange the second halves of blocks that are to be balanced; twice, it is undone."""
     return _send_halves(blocks, tree, lambda i: i)
 
 
 def send_back(blocks: Blocks, tree: PyTree) -> PyTree:
-    """Send what travelled with the keys to where they began, and exchange it back."""
+    """Send what travelled with the keys to where they began, and undo `balance`."""
     if blocks.ring.size == 1:
         return tree
     return _send_halves(blocks, tree, lambda i: (i + 1 - blocks.steps) % blocks.ring.size)
@@ -299,7 +301,7 @@ def to_chunks(
     blocks: Blocks,
     x: Float[Array, "*batch block heads dim"] | Int[Array, "*batch block heads dim"],
 ) -> Array:
-    """Move the heads first, and pad the last chunk of each part."""
+    """Move the heads before the sequence, and pad the last chunk of each part."""
     (count, size), parts = blocks.chunks, blocks.parts
 
     def pad(x: Array, length: int) -> Array:
@@ -323,6 +325,7 @@ def from_chunks(
 def to_groups(
     blocks: Blocks, x: Float[Array, "*batch block heads dim"]
 ) -> Float[Array, "*batch kv_heads group padded dim"]:
+    """As `to_chunks`, with the heads in groups that share a head of keys."""
     x = to_chunks(blocks, x)
     return x.reshape(*x.shape[:-3], -1, blocks.group, *x.shape[-2:])
 
