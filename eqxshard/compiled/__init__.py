@@ -1,4 +1,4 @@
-"""The text of compiled programs: parsed, its collectives and their causes, its lint.
+"""The text of compiled programs: a parser, collectives and their causes, and lint.
 
-May use `sharding`.
+This room may use `sharding` and `distributed`.
 """

@@ -1,4 +1,4 @@
-"""What causes a collective: a line of code, and the array that is gathered or reduced."""
+"""The causes of a collective: the line of code, and the arrays gathered or reduced."""
 
 import functools
 import math
@@ -17,10 +17,11 @@ _STEP = str(Path(_OURS, "training", "_jit.py"))
 _PYTHONS = os.path.join(Path(os.__file__).parent, "")
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 
-#: Instructions that have the values of their first operand, scaled or not, or a part.
+#: Instructions whose result is their first operand, a part of it, or a multiple of it.
 _VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start", "divide")
-#: Instructions whose results are those of others.
+#: Instructions that pass on the results of others.
 _PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
+#: How many instructions away from a collective a line of code still counts as its cause.
 _DEEPEST = 12
 
 
@@ -29,11 +30,11 @@ class Causes:
     """Finds what causes the collectives of a module.
 
     - `module`: the module.
-    - `sizes`: of the axes of the mesh.
+    - `sizes`: the sizes of the axes of the mesh.
     - `arguments`: the path of each array of the model, by its name in the text.
-    - `gradients`: by the path of each trained array, the shape of its gradient on each
-        device.
-    - `batch_axes`: over which gradients are reduced, by default those of our batches.
+    - `gradients`: the shape of each gradient on a device, by the path of the trained array.
+    - `batch_axes`: the axes that gradients are reduced over; by default, the axes of the
+        batch in our meshes.
     """
 
     module: Module
@@ -43,9 +44,10 @@ class Causes:
     batch_axes: Collection[str] | None = None
 
     def frame(self, operation: Operation, *, of_use: bool = False) -> Frame | None:
-        """The user's code that it is from, or the nearest to it.
+        """The place in the user's code that a collective is from, or the nearest one.
 
-        With `of_use`, that which first needs its result: a step gathers by itself.
+        With `of_use`, the place that first uses its result. A gather that a step adds by
+        itself is from no place in the user's code, but its result is used at one.
         """
         queue = self.module.takers(operation.result) if of_use else [operation.start]
         follow = self.module.takers if of_use else self.module.operands
@@ -70,7 +72,8 @@ class Causes:
         rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
         if gathered or not reduces or {*rows}.isdisjoint(axes):
             return tuple(sorted(gathered))
-        # In a loop over layers it is of one of them, in one over microbatches all of it.
+        # In a loop over layers it reduces the gradient of one layer; in a loop over
+        # microbatches, the whole gradient.
         layers, reduced = self._layers_around(operation.start.computation), set[str]()
         for dims in self._joined(operation):
             found = self._reduced(dims, 1 if layers else 0)
@@ -91,9 +94,10 @@ class Causes:
 
     @functools.cached_property
     def _layers(self) -> Mapping[str, set[int]]:
-        """By the body of a loop, how many layers the arrays have that it takes one by one.
+        """By the body of a loop over layers, the numbers of layers of the arrays in it.
 
-        Or makes so: a layer is a part of an array that has as many elements as a gradient.
+        The loop reads or writes one layer of an array at a time; the whole array has as
+        many elements as a gradient.
         """
         stacks = {(x[0], math.prod(x)) for x in self.gradients.values() if len(x) > 1}
         found = defaultdict[str, set[int]](set)
@@ -108,17 +112,17 @@ class Causes:
         return found
 
     def _body(self, computation: str) -> str:
-        """The body of the loop that runs a computation; else where it is called."""
+        """The body of the loop around a computation, or else its outermost caller."""
         for caller in self.module.callers.get(computation, ()):
             if caller.opcode != "while":
                 return self._body(caller.computation)
         return computation
 
     def depends_on(self, operation: Operation) -> Iterator[str]:
-        """The arguments that what it moves is computed from, as the text names them.
+        """The arguments that a collective's data is computed from, as the text names them.
 
-        Loops are followed value by value, so what only passes through one with the model
-        does not depend on the model.
+        Loops are followed value by value, so a value that only passes through a loop beside
+        the model does not depend on the model.
         """
         for parameter in self._parameters(operation.start, same_values=False):
             yield parameter.argument
@@ -131,7 +135,8 @@ class Causes:
         **Arguments:**
 
         - `start`: the instruction of the value.
-        - `same_values`: whether it must be a parameter, a part of one, or cast from one.
+        - `same_values`: whether the value must be a parameter, a part of it, or a cast of
+            it.
         """
         queue: list[tuple[Instruction, int | None]] = [(start, None)]
         seen = set[tuple[str, str, int | None]]()
@@ -151,7 +156,7 @@ class Causes:
     def _made_of(
         self, value: Instruction, element: int | None
     ) -> list[tuple[Instruction, int | None]]:
-        """What a value, or one element of a tuple, is computed from."""
+        """The values that a value, or one element of a tuple, is computed from."""
         operands = self.module.operands(value)
         if value.opcode == "parameter":
             found = []
@@ -179,7 +184,7 @@ class Causes:
         return roots or [(x, None) for x in operands]
 
     def _joined(self, operation: Operation) -> list[tuple[int, ...]]:
-        """The shapes of what it reduces: compilers join gradients into one of one dim."""
+        """The shapes of the arrays that it reduces, which compilers may join into one."""
         whole = [shape.dims for shape in operation.shapes]
         parts = [
             shape.dims
@@ -188,11 +193,11 @@ class Causes:
             for shape in part.shapes
         ]
         is_joined = len(whole) == len(whole[0]) == 1
-        # If they are not all of it, something else is computed of them.
+        # If they do not make up the whole, something else is computed from them.
         return parts if is_joined and sum(map(math.prod, parts)) == whole[0][0] else whole
 
     def _reduced(self, dims: tuple[int, ...], first: int) -> list[str]:
-        """The arrays whose dims, from the first on, these are; or as many in one dim."""
+        """The arrays whose gradient has these dims, from dim `first` on, or in one dim."""
         wanted = plain_dims(dims)
         return [
             path
@@ -202,7 +207,7 @@ class Causes:
 
 
 def user_frame(stack: Iterable[Frame]) -> Frame | None:
-    """The innermost place of a stack that is neither this library's nor another's."""
+    """The innermost place of a stack that is in the user's code."""
     for frame in stack:
         if frame.file == _STEP:
             return None  # What follows is the line that calls the step.
@@ -212,14 +217,14 @@ def user_frame(stack: Iterable[Frame]) -> Frame | None:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file of source code is this library's."""
+    """True if a file of source code is this library's."""
     return file.startswith(_OURS)
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of source code is neither this library's, nor Python's or another's.
+    """True if a file of source code is the user's: not a library's, and not Python's.
 
-    Files such as `<string>`, which libraries make up, are not.
+    Files such as `<string>`, which libraries make up, are not the user's.
     """
     if not file or file.startswith(("<", _OURS, _PYTHONS)):
         return False
@@ -227,5 +232,5 @@ def is_users(file: str) -> bool:
 
 
 def plain_dims(dims: Iterable[int]) -> list[int]:
-    """Dims in any order, without those of one."""
+    """Dims without those of size 1, sorted."""
     return sorted(n for n in dims if n != 1)

@@ -1,4 +1,4 @@
-"""The collectives of a compiled module, and along which axes of the mesh they go."""
+"""The collectives of a compiled module, and the axes of the mesh that they go along."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ _GROUPS = re.compile(
     r"(\{(?:\{[^}]*\},?)*\}|\[[^\s]*?\]<=\[[\d,]*\](?:T\([\d,]*\))?|mesh\[.*?\}(?=,|$))"
 )
 
-#: Replica groups, whose numbers are positions in the mesh, in their other forms.
+#: The other forms of replica groups, whose numbers are positions in the mesh.
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, ?device_ids=\((.*)\))? ?\{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -36,16 +36,16 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 class Collective:
     """One collective operation of a compiled function.
 
-    - `kind`: such as `all-gather`.
-    - `shapes`: of its results on each device, such as `f32[64,64]`; several if the
-        compiler combined several operations.
-    - `bytes`: of these results.
-    - `sent`: the bytes that each device sends, each time: of an all-gather or a
-        reduce-scatter over `n` devices, `(n - 1) / n` of the whole; of an all-reduce
+    - `kind`: its kind, such as `all-gather`.
+    - `shapes`: the shapes of its results on each device, such as `f32[64,64]`; several if
+        the compiler combined several operations.
+    - `bytes`: the bytes of these results.
+    - `sent`: the bytes that each device sends, each time: for an all-gather or a
+        reduce-scatter over `n` devices, `(n - 1) / n` of the whole; for an all-reduce
         twice that.
     - `times`: how often a call runs it: more than once in the body of a loop, `None` if
         the compiled text does not give the loop's trip count.
-    - `in_loop`: whether it is in the body of a loop, such as that over layers.
+    - `in_loop`: whether it is in the body of a loop, such as one over layers.
     - `axes`: the axes of the mesh along which devices take part together; `None` if the
         mesh is not known, or the compiled text does not say.
 
@@ -73,7 +73,7 @@ class Collective:
 
     @property
     def sent_in_all(self) -> int:
-        """The bytes that each device sends in a call; of a loop of unknown length, once."""
+        """The bytes that each device sends in a call; loops of unknown length count once."""
         return self.sent * (1 if self.times is None else self.times)
 
 
@@ -81,9 +81,9 @@ class Collective:
 class Operation:
     """A collective in a compiled module.
 
-    - `kind`: such as `all-gather`.
+    - `kind`: its kind, such as `all-gather`.
     - `module`: the module.
-    - `shapes`: of its results on each device.
+    - `shapes`: the shapes of its results on each device.
     - `start`: the instruction that has its operands.
     - `result`: the one that has its result; the same unless it is asynchronous.
     - `groups`: the devices that take part together, one group in each row; `None` if the
@@ -104,12 +104,12 @@ class Operation:
 
     @property
     def in_loop(self) -> bool:
-        """Whether it is in the body of a loop."""
+        """True if it is in the body of a loop."""
         return self.module.runs(self.result.computation)[1]
 
     @property
     def bytes(self) -> int:
-        """Of its results on each device."""
+        """The bytes of its results on each device."""
         return sum(shape.bytes for shape in self.shapes)
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
@@ -129,7 +129,13 @@ class Operation:
         return rounds * self.bytes * (devices - 1) // devices
 
     def describe(self, sizes: Mapping[str, int], **cause: Any) -> Collective:
-        """As users see it; `sizes` are those of the mesh's axes, empty if not known."""
+        """The `Collective` that users see.
+
+        **Arguments:**
+
+        - `sizes`: the sizes of the mesh's axes; empty if they are not known.
+        - `cause`: further fields of the `Collective`.
+        """
         return Collective(
             kind=self.kind,
             shapes=tuple(map(str, self.shapes)),
@@ -151,9 +157,9 @@ def find_collectives(
 
     - `module`: the module.
     - `devices`: the number of devices that it is compiled for.
-    - `kinds`: the opcodes of those that are wanted.
+    - `kinds`: the opcodes to look for.
     """
-    # Of an asynchronous pair, the `-done` half counts, whose type is the result's.
+    # Of an asynchronous pair, the `-done` half counts: its type is that of the result.
     for instruction in module.of_opcodes(*kinds, *(f"{kind}-done" for kind in kinds)):
         kind = instruction.opcode.removesuffix("-done")
         start = instruction
@@ -183,7 +189,7 @@ def _scatter(module: Module, instruction: Instruction) -> Instruction | None:
 
 @functools.cache
 def parse_groups(text: str, devices: int) -> np.ndarray | None:
-    """The groups of a collective, one in each row; `None` if the text is of no known form.
+    """The groups of a collective, one in each row; `None` if their form is not known.
 
     **Arguments:**
 
@@ -217,7 +223,7 @@ def axes_of_groups(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, .
     **Arguments:**
 
     - `groups`: from `parse_groups`.
-    - `sizes`: of the axes of the mesh.
+    - `sizes`: the sizes of the axes of the mesh.
 
     **Returns:**
 

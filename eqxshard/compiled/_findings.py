@@ -1,4 +1,4 @@
-"""What lint finds, and what is done about it: a warning, an error or nothing."""
+"""The findings of lint, and their levels: a warning, an error or nothing."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
-#: Those of our own steps.
+#: The kinds of findings in our own steps.
 KINDS = (
     "whole",
     "unmatched",
@@ -24,10 +24,10 @@ KINDS = (
 _LEVELS = ("warn", "error", "off")
 
 Level = Literal["warn", "error", "off"]
-#: One level for all kinds of findings, or some kinds' own; the others warn.
+#: One level for all kinds of findings, or a level for some of them; the others warn.
 Lint = Level | Mapping[str, Level]
 
-#: The scope of what a rewrite of ours put into a step, which users cannot change.
+#: The scope of the operations that a rewrite of ours adds, which users cannot change.
 REWRITTEN = "eqxshard_rewrite"
 
 
@@ -39,10 +39,10 @@ class LintWarning(UserWarning):
 class Finding:
     """Something in a compiled step that is most likely not meant.
 
-    - `kind`: such as `constant`; the guide lists them.
+    - `kind`: its kind, such as `constant`; the guide lists them.
     - `leaf`: the path of the array that it is about, if it is about one.
     - `line`: the line of your code that causes it, as `model.py:12`, if that is known.
-    - `message`: what it is, and what to do.
+    - `message`: a text that says what it is, and what to do.
     """
 
     kind: str
@@ -77,9 +77,9 @@ def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str)
 
     **Arguments:**
 
-    - `findings`: what was found.
-    - `levels`: from `lint_levels`.
-    - `where`: what the compiled step is called.
+    - `findings`: the findings.
+    - `levels`: the level of each kind, from `lint_levels`.
+    - `where`: the name of the compiled step.
     """
     by_kind: dict[str, list[Finding]] = {}
     for finding in findings:

@@ -45,7 +45,7 @@ class Instruction:
     computation: str
     type: str
     opcode: str
-    #: What is between the parentheses: of a constant its value.
+    #: The text between the parentheses: operands, or the value of a constant.
     content: str
     attributes: str
 
@@ -56,19 +56,19 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of its operands; of a part of a tuple, as JAX 0.12 writes it, `x#1`."""
+        """The names of its operands; `x#1` is a part of a tuple, as JAX 0.12 writes it."""
         # Some compilers write their types, too.
         return tuple(re.findall(r"%([\w.-]+(?:#\d+)?)", self.content))
 
     @property
     def op_name(self) -> str:
-        """Where in the program it is from, such as `jit(f)/jvp()/dot_general`."""
+        """The place in the program that it is from: `jit(f)/jvp()/dot_general`."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def argument(self) -> str:
-        """Of a parameter: what the program calls it, such as `params['weight']`."""
+        """The program's name for a parameter, such as `params['weight']`."""
         return self.op_name.replace("\\", "")
 
     def attribute(self, name: str) -> str | None:
@@ -77,7 +77,7 @@ class Instruction:
         return found[1] if found else None
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations that it calls, each after what it calls it for."""
+        """The computations that it calls, each after its role, such as `body`."""
         for attribute, one, several in _CALLED.findall(self.attributes):
             for name in [one] if one else re.findall(r"%([\w.-]+)", several):
                 yield attribute, name
@@ -105,7 +105,7 @@ class Frame(NamedTuple):
         return f"{Path(self.file).name}:{self.line}"
 
 
-#: Opcodes of another form of the same values as the first operand's.
+#: The opcodes of instructions that return their first operand in another form.
 VIEWS = ("bitcast", "convert", "copy", "opt-barrier", "reshape", "transpose")
 
 
@@ -150,12 +150,12 @@ class Module:
         return by_name
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction takes, in order."""
+        """The operands of an instruction, in order."""
         known = self.by_name(instruction.computation)
         return [known[name] for name in instruction.operands if name in known]
 
     def takers(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that take its result."""
+        """The instructions that take an instruction's result."""
         return self.users(instruction.computation).get(instruction.name, [])
 
     @functools.cached_property
@@ -178,7 +178,7 @@ class Module:
             yield from instructions
 
     def of_opcodes(self, *opcodes: str) -> Iterator[Instruction]:
-        """The instructions of some opcodes. Those of others are not parsed."""
+        """The instructions with some opcodes. Others are not parsed."""
         found = self._written_with(*(f" {opcode}(" for opcode in opcodes))
         return (each for each in found if each.opcode in opcodes)
 
@@ -195,7 +195,7 @@ class Module:
 
     @functools.cached_property
     def runs(self) -> Callable[[str], tuple[int | None, bool]]:
-        """How often a call runs a computation, if it is known; whether in a loop."""
+        """How often a call runs a computation, if that is known, and whether in a loop."""
 
         @functools.cache
         def runs(computation: str) -> tuple[int | None, bool]:
@@ -223,7 +223,7 @@ class Module:
         return {name: tuple(callers) for name, callers in found.items()}
 
     def trips(self, caller: Instruction) -> int | None:
-        """How often an instruction runs what it calls."""
+        """How often an instruction runs the computations that it calls, if it is known."""
         if caller.opcode != "while":
             return 1
         if trips := _TRIPS.search(caller.attributes):
@@ -231,7 +231,7 @@ class Module:
         return self._trips_of_condition(caller)
 
     def _trips_of_condition(self, loop: Instruction) -> int | None:
-        """From the constants of a loop that counts up, as those of `lax.scan` do."""
+        """The trips of a loop that counts up between constants, as in `lax.scan`."""
         called = dict(loop.called())
         compare = self._root(called.get("condition"))
         if compare is None or "direction=LT" not in compare.attributes:
@@ -239,7 +239,7 @@ class Module:
         counter, bound = self._operand(compare, 0), self._operand(compare, 1)
         if counter is None or counter.opcode != "get-tuple-element":
             return None
-        # What the counter is at first, and after an iteration.
+        # The counter before the loop, and after an iteration.
         index = int(counter.attribute("index") or 0)
         first = self._operand(self._operand(loop, 0), index)
         after = self._operand(self._root(called.get("body")), index)
@@ -252,17 +252,17 @@ class Module:
         return max(-((start - stop) // step), 0)
 
     def _root(self, computation: str | None) -> Instruction | None:
-        """What a computation returns, in its first form."""
+        """The value that a computation returns, before copies and casts."""
         instructions = self.computations.get(computation or "", ())
         return self._first_form(instructions[-1]) if instructions else None
 
     def _operand(self, instruction: Instruction | None, index: int) -> Instruction | None:
-        """What an instruction takes at a position, in its first form."""
+        """The operand of an instruction at a position, before copies and casts."""
         operands = self.operands(instruction) if instruction else []
         return self._first_form(operands[index]) if index < len(operands) else None
 
     def _first_form(self, value: Instruction) -> Instruction | None:
-        """A value before it is copied or cast, wherever fusions compute it."""
+        """A value before copies and casts, inside or outside of fusions."""
         if value.opcode in VIEWS:
             return self._operand(value, 0)
         if value.opcode == "fusion":
@@ -291,7 +291,7 @@ def _integer(instruction: Instruction | None) -> int | None:
 
 
 class _Computations(Mapping[str, tuple[Instruction, ...]]):
-    """The instructions of each computation, parsed when somebody asks for them."""
+    """The instructions of each computation, parsed when they are first needed."""
 
     def __init__(self, bodies: Mapping[str, str]):
         self._bodies = bodies
@@ -312,12 +312,12 @@ class _Computations(Mapping[str, tuple[Instruction, ...]]):
 def parse_module(text: str) -> Module:
     """Split the text of a compiled module into computations.
 
-    Their instructions are parsed when they are needed: the text of a deep model has
+    Their instructions are parsed when they are first needed: the text of a deep model has
     megabytes, of which lint needs little.
     """
     bodies = dict[str, str]()
     entry, here, body, end = "", "", 0, 0
-    # Only the first line of a computation ends so.
+    # Only the first line of a computation ends in a brace.
     while end := text.find("{\n", end) + 1:
         start = text.rfind("\n", 0, end) + 1
         if head := _COMPUTATION.match(text[start:end]):
@@ -331,7 +331,7 @@ def parse_module(text: str) -> Module:
 
 
 def _parse(body: str, computation: str, *texts: str) -> Iterator[Instruction]:
-    """The instructions of a computation; those with some texts in theirs, if given."""
+    """The instructions of a computation; only those with one of `texts`, if given."""
     for line in body.splitlines():
         if texts and not any(text in line for text in texts):
             continue
@@ -381,8 +381,8 @@ def _parse_frames(text: str) -> dict[int, tuple[Frame, int]]:
         _table(text, "StackFrames"),
         re.M,
     )
-    # Of a frame that nothing called, some versions write 1, and all others are one too
-    # high with it.
+    # For a frame without a caller, some versions write 1 in place of 0; then the numbers of
+    # all callers are one too high.
     above = 0 if any(int(up or 0) == 0 for _, _, up in found) else 1
     return {int(i): (places[int(at)], int(up or 0) - above) for i, at, up in found}
 

@@ -1,7 +1,7 @@
-"""Lint of the text of a compiled step: what it gathers, and what it keeps twice.
+"""Lint of the text of a compiled step: gathers of the batch, and memory not reused.
 
-Collectives of the user's own per-device code are no findings, and nothing is that the text
-does not say for sure.
+A collective in the user's own per-device code is not a finding. Neither is anything that
+the text does not say for certain.
 """
 
 import contextlib
@@ -20,17 +20,18 @@ from ._findings import REWRITTEN, Finding
 from ._hlo import Instruction, Module
 
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+#: How many instructions to go back for the name of an operation.
 _DEEPEST = 6
-#: What is computed of the batch and has fewer bytes, XLA may gather because it costs less
-#: than to compute with a part of it.
+#: XLA may gather results of fewer bytes from the batch, because that costs less than
+#: computing with parts of them.
 _SMALL = 2**16
 
 
 class Argument(NamedTuple):
     """An array that a step takes.
 
-    - `name`: what the text calls it.
-    - `path`, `shape`: of the whole array.
+    - `name`: its name in the text.
+    - `path`, `shape`: its path in the state, and the shape of the whole array.
     - `donated`: whether its memory is to be reused.
     - `in_model`: whether it belongs to the model.
     """
@@ -43,13 +44,14 @@ class Argument(NamedTuple):
 
 
 class LintedStep(NamedTuple):
-    """What lint has to know of a step to read its text.
+    """The facts about a step that lint needs to read its text.
 
-    - `sizes`: of the axes of the mesh.
-    - `arguments`: the arrays that it takes, but for the batch.
+    - `sizes`: the sizes of the axes of the mesh.
+    - `arguments`: the arrays that it takes, except for the batch.
     - `batch`: the path and shape of each array of a batch, by its name in the text.
     - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
-    - `batch_axes`: over which the batch is split, by default those of our batches.
+    - `batch_axes`: the axes that the batch is split over; by default, the axes of the batch
+        in our meshes.
     """
 
     sizes: Mapping[str, int]
@@ -69,7 +71,7 @@ def unread_is_warned(what: str, remedy: str = "") -> Iterator[None]:
             f"lint could not read {what} ({type(error).__name__}: {error}); please report "
             f"this{remedy}.",
             RuntimeWarning,
-            # Whoever asks the generator around this for its findings.
+            # The line that iterates over the generator around this.
             stacklevel=4,
         )
 
@@ -79,7 +81,7 @@ class TextLint:
     """The findings in the text of a step.
 
     - `module`: the compiled text.
-    - `step`: what it takes.
+    - `step`: the facts about the step.
     """
 
     module: Module
@@ -102,7 +104,7 @@ class TextLint:
         yield from self._donation()
 
     def gathers(self) -> Iterator[Operation]:
-        """All-gathers that the user did not write, as in per-device code, nor a rewrite."""
+        """All-gathers from neither the user's per-device code nor a rewrite of ours."""
         devices = math.prod(self.sizes.values())
         for operation in find_collectives(self.module, devices, ["all-gather"]):
             name = operation.start.op_name
@@ -110,7 +112,7 @@ class TextLint:
                 yield operation
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
-        """What brings a device the rows of others, or what is computed of them."""
+        """The findings if it brings a device rows of others, or results from them."""
         over = self._batch_axes.intersection(operation.axes(self.sizes) or ())
         if not over:
             return
@@ -145,9 +147,10 @@ class TextLint:
             )
 
     def _gathers_computed(self, operation: Operation) -> bool:
-        """Whether it gathers much in the forward pass, or what a loop takes row by row.
+        """True if a gather in the forward pass is large, or of rows that a loop takes.
 
-        The gradients of the backward pass, and an optimizer, depend on the batch, too.
+        Only the forward pass counts: gradients and the optimizer's updates depend on the
+        batch, too.
         """
         name = self._op_name(operation.start)
         # In an eval step, nothing is differentiated.
@@ -160,7 +163,10 @@ class TextLint:
         )
 
     def _op_name(self, value: Instruction) -> str:
-        """Where in the program a value is from; XLA's own gathers may not say it."""
+        """The place in the program that a value is from.
+
+        XLA's own gathers may not say it, but their operands do.
+        """
         for _ in range(_DEEPEST):
             operands = self.module.operands(value)
             if value.op_name or not operands:

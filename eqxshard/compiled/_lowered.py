@@ -1,4 +1,4 @@
-"""A lowered function: what it takes, on which mesh, and the part of it that is a batch."""
+"""A lowered function: its inputs, its mesh, and those of the inputs that are a batch."""
 
 import math
 import re
@@ -14,10 +14,10 @@ from .._errors import UsageError
 from .._jax import ir
 from ..sharding._spec import axes_of
 
-#: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.
+#: A mesh, `<["data"=2, "fsdp"=4]>`, and a sharding, `<@mesh, [{"data", "fsdp"}, {}]>`.
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')
 _DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
-#: `manual_axes={"pipe"}`, in which `shard_map` splits.
+#: `manual_axes={"pipe"}`, along which `shard_map` splits.
 _MANUAL = re.compile(r"manual_axes=\{([^}]*)\}")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex128"}
@@ -27,9 +27,9 @@ _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex12
 class Input:
     """An array that a lowered function takes.
 
-    - `number`: among the parameters of the program.
+    - `number`: its index among the parameters of the program.
     - `name`: what the function calls it, such as `params['weight']`.
-    - `shape`, `dtype`: of the whole array.
+    - `shape`, `dtype`: those of the whole array.
     - `spec`: how it is split; `None` if that is left to the compiler.
     - `donated`: whether its memory may be reused.
     """
@@ -48,17 +48,17 @@ class Input:
 
     @property
     def bytes(self) -> int:
-        """Of the whole array."""
+        """The bytes of the whole array."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """What a lowered function says of itself.
+    """The facts in the text of a lowered function.
 
-    - `name`: of the function.
-    - `devices`: their number.
-    - `sizes`: of the axes of its mesh; empty if it has none.
+    - `name`: the name of the function.
+    - `devices`: the number of devices.
+    - `sizes`: the sizes of the axes of its mesh; empty if it has none.
     - `inputs`: the arrays that it takes and uses, in their order.
     - `returned`: the types of the arrays that it returns, as shapes and dtypes.
     """
@@ -94,7 +94,7 @@ class LoweredStep:
         return _row_axes(self.batch[0]) if self.batch else ()
 
     def is_kept(self, array: Input) -> bool:
-        """Whether an array is of the state: it is donated, or returned in a new form."""
+        """True if an array belongs to the state: donated, or returned in a new form."""
         is_state = array.shape != () and (array.shape, array.dtype) in self.returned
         return array.donated or is_state
 
@@ -106,9 +106,9 @@ def _row_axes(array: Input) -> tuple[str, ...]:
 
 
 def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
-    """What a lowered function takes, and on which mesh."""
+    """Read the inputs and the mesh of a lowered function."""
     module: Any = lowered.compiler_ir("stablehlo")
-    assert module is not None  # JAX has it of all that it lowers.
+    assert module is not None  # JAX has this form of everything that it lowers.
     attributes = module.operation.attributes
     devices = math.prod(
         ir.IntegerAttr(attributes[f"mhlo.num_{what}"]).value
@@ -118,7 +118,7 @@ def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
     for op in module.body.operations:
         if op.operation.name == "sdy.mesh" and not sizes:
             found = {name: int(n) for name, n in _AXIS.findall(str(op.attributes["mesh"]))}
-            # A mesh without devices that is only traced under does not count for JAX.
+            # JAX says one device if the function was only traced under an abstract mesh.
             if devices in (1, math.prod(found.values())):
                 sizes, devices = found, math.prod(found.values())
     main = find_main(module)
@@ -139,19 +139,19 @@ def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
 
 
 def unsplit_axes(axes: Iterable[str], lower: Callable[[], jax.stages.Lowered]) -> list[str]:
-    """Those of some axes over which a function splits nothing.
+    """The axes, of those given, over which a function splits nothing.
 
     **Arguments:**
 
-    - `axes`: of its mesh.
-    - `lower`: lowers the function; called if there are axes.
+    - `axes`: axes of its mesh.
+    - `lower`: lowers the function. It is only called if there are axes.
     """
     names = list(axes)
     if not names:
         return names
     text = lower().as_text()
     found = _DIMS.findall(text)
-    if "partition_id" in text:  # Where a device may choose its part of the work by itself.
+    if "partition_id" in text:  # A device may choose its part of the work by itself.
         found += _MANUAL.findall(text)
     return [axis for axis in names if not any(f'"{axis}"' in dims for dims in found)]
 
@@ -182,7 +182,7 @@ def _input(number: int, argument: Any, attributes: Any) -> Input:
 
 
 def _is_array(kind: Any) -> bool:
-    """Not so a token, by which effects such as printing keep their order."""
+    """False for a token, which keeps effects such as printing in order."""
     return "token" not in str(kind)
 
 
