@@ -1,8 +1,8 @@
 """Every compile of a step or function after the first is explained in the log, or refused.
 
-What `jax.jit` compiles runs as Python only while JAX traces it. There it tells its
-`CompileLog` the arguments. (On Auto axes JAX traces nothing again if shardings alone
-differ.)
+A function under `jax.jit` runs as Python only while JAX traces it. There it gives its
+arguments to its `CompileLog`. (On Auto axes, JAX does not trace a function again if only
+the shardings differ.)
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class CompileLog:
 
     **Arguments:**
 
-    - `max_compiles`: how many are allowed, of all programs; `None` for any number.
+    - `max_compiles`: how many compiles of all programs are allowed; `None` for any number.
 
     **Raises:**
 
@@ -56,7 +56,7 @@ class CompileLog:
             )
         self._max_compiles = max_compiles
         self._count = 0
-        #: By program, and what it is made for, the arguments of its last compile.
+        #: The arguments of the last compile of each program, by its name and `made_for`.
         self._last: dict[tuple[str, Any], Mapping[str, str]] = {}
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class CompileLog:
         **Arguments:**
 
         - `program`: its name. The first compile of each is expected.
-        - `arguments`: by name.
+        - `arguments`: its arguments, by name.
         - `made_for`: what the program is made for, such as a mesh and a rule. The first
             compile for each is expected, too.
 
@@ -86,7 +86,7 @@ class CompileLog:
         key = program, made_for
         before = self._last.get(key)
         if self._max_compiles is not None and self._count >= self._max_compiles:
-            # Or of another program, such as that of several batches.
+            # Or the last compile of another program, such as that for several batches.
             last = before or next(reversed(self._last.values()), {})
             raise UsageError(
                 f"{program} would have to compile, and max_compiles={self._max_compiles} "

@@ -12,6 +12,6 @@ def at_least_float32(x: Array) -> Array:
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """The type to sum values of this type in."""
+    """The dtype in which to sum values of a dtype."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)

@@ -30,7 +30,7 @@ class _Arguments(NamedTuple):
 
 
 class _FilterJit(Generic[_P, _T]):
-    """What [`eqxshard.filter_jit`][] returns."""
+    """The function that [`eqxshard.filter_jit`][] returns."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _FilterJit(Generic[_P, _T]):
         try:
             out, static = jitted(*arrays)
         except RuntimeError as error:
-            # JAX looks before it donates anything, and does not say whose array it is.
+            # JAX checks before it donates anything, but does not name the function.
             if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
                 raise UsageError(
                     f"an argument of {self._name} was donated to an earlier call, or "
@@ -86,11 +86,11 @@ class _FilterJit(Generic[_P, _T]):
         if kwargs:
             bound = self._signature.bind(*args, **kwargs)
             if not self._by_either.isdisjoint(bound.kwargs):
-                # Arguments before it were left out, so it has no position yet.
+                # An argument before it was left out, so it has no position yet.
                 bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
         arrays, static = partition(_Arguments(args, kwargs))
-        # Inside another function that is traced, it is a part of that one's program.
+        # Inside another function that is traced, this is a part of that function's program.
         is_inside = any(isinstance(array, Tracer) for array in arrays)
         return self._jitted(static, is_inside), (*arrays, *self._fn_arrays)
 
@@ -100,7 +100,7 @@ class _FilterJit(Generic[_P, _T]):
 
         def flat(*arrays: Array) -> tuple[list[Any], Static]:
             args, kwargs = static.combine(arrays[:count])
-            # Without defaults: to leave one out is another program than to give it.
+            # Without defaults: a call that leaves one out is another program.
             arguments = self._signature.bind(*args, **kwargs).arguments
             counted = self._compile_log.compiling(self._name, arguments)
             with contextlib.nullcontext() if is_inside else counted:
@@ -171,8 +171,8 @@ def filter_jit(
     **Raises:**
 
     `ValueError` if `donate` is none of these; when called, `TypeError` naming a leaf that
-    is neither an array nor hashable, and `ValueError` if an array of the result does not
-    divide as its sharding asks.
+    is neither an array nor hashable, and `ValueError` if an argument was donated to an
+    earlier call, or an array of the result does not divide as its sharding asks.
 
     !!! Example
 
@@ -191,7 +191,7 @@ def filter_jit(
 
 
 def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], bool]:
-    """Whether the argument at a position is donated (`None`: a keyword-only argument)."""
+    """A test if the argument at a position (`None`: a keyword-only one) is donated."""
     if donate == "none":
         return lambda index: False
     if donate == "all":
@@ -205,5 +205,5 @@ def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], 
             f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
             "positions of arguments, from 0."
         )
-    jax.jit(fn, donate_argnums=positions)  # Refuses those that the function does not have.
+    jax.jit(fn, donate_argnums=positions)  # Refuses positions that the function lacks.
     return lambda index: index in positions

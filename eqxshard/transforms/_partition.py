@@ -24,10 +24,10 @@ _HERE = _ArrayHere()
 
 @jax.tree_util.register_static
 class Static:
-    """Everything of a PyTree but its arrays: structure and static leaves, hashable.
+    """The static part of a PyTree: its structure and the leaves that are not arrays.
 
-    PyTrees with equal static parts can share one compiled function. To JAX, it is itself a
-    PyTree without leaves, which a compiled function may return.
+    It is hashable, and PyTrees with equal static parts can share one compiled function. To
+    JAX, it is itself a PyTree without leaves, which a compiled function may return.
     """
 
     __slots__ = ("_hash", "leaves", "shapes", "treedef")
@@ -58,7 +58,7 @@ class Static:
         return sum(leaf is _HERE for leaf in self.leaves)
 
     def with_shapes(self, arrays: Sequence[Any]) -> "Static":
-        """The same with the shapes and dtypes of the arrays, for what depends on them."""
+        """The same with the shapes and dtypes of the arrays, for code that needs them."""
         shapes = tuple((array.shape, array.dtype) for array in arrays)
         return Static(self.treedef, self.leaves, shapes)
 
@@ -93,7 +93,7 @@ def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
     where = [is_array(leaf) for leaf in leaves]
     arrays = [*itertools.compress(leaves, where)]
     if any(isinstance(array, np.ndarray | np.generic) for array in arrays):
-        array_leaves(tree, name)  # Which refuses those that JAX has no types for.
+        array_leaves(tree, name)  # This refuses dtypes that JAX does not have.
     static = tuple(_HERE if here else leaf for leaf, here in zip(leaves, where))
     try:
         return arrays, Static(treedef, static)

@@ -20,7 +20,10 @@ _T = TypeVar("_T")
 @jax.tree_util.register_dataclass
 @dataclass(eq=False)
 class _FilterShardMap:
-    """What [`eqxshard.filter_shard_map`][] returns: a PyTree, for the arrays of `fn`."""
+    """The function that [`eqxshard.filter_shard_map`][] returns.
+
+    It is a PyTree, so that the arrays of `fn` can be traced.
+    """
 
     fn: Any
     mesh: Any
@@ -140,7 +143,7 @@ def _broadcast_specs(
 ) -> list[tuple[str, Any, PartitionSpec]]:
     """For each array of `tree`: its path, the array, and its spec from a prefix of `tree`.
 
-    Errors call the specs by their name, and begin paths with the root.
+    Errors call the specs `name`, and begin paths with `root`.
     """
     _check_all_specs(specs, name)
     parts: list[tuple[tuple[Any, ...], Any, PyTree]] = []
