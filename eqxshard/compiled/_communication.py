@@ -73,7 +73,7 @@ class Collective:
 
     @property
     def sent_in_all(self) -> int:
-        """The bytes that each device sends in a call; loops of unknown length count once."""
+        """The bytes that each device sends in a call; loops of unknown length run once."""
         return self.sent * (1 if self.times is None else self.times)
 
 
