@@ -160,8 +160,7 @@ def on_auto_axes(like: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
     **Arguments:**
 
-    - `like`: the name of an argument. The results get the split of its dims, as far as
-        they have so many.
+    - `like`: the name of an argument. The results are split like its first dims.
     """
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:

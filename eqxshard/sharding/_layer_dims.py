@@ -11,7 +11,7 @@ from equinox import nn
 def known_layer(node: Any) -> tuple[type[eqx.Module] | None, Mapping[str, str]]:
     """The class of `equinox.nn` that a node is an instance of, and the dims of its arrays.
 
-    The dims are by path, written as in jaxtyping annotations.
+    The dims are by path, written as in jaxtyping annotations; `(None, {})` for other nodes.
     """
     for cls in type(node).__mro__:
         if cls in _LAYERS:
