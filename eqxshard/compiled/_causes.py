@@ -94,7 +94,7 @@ class Causes:
 
     @functools.cached_property
     def _layers(self) -> Mapping[str, set[int]]:
-        """By the body of a loop over layers, the numbers of layers of the arrays in it.
+        """For each loop over layers, by its body: how many layers its arrays have.
 
         The loop reads or writes one layer of an array at a time; the whole array has as
         many elements as a gradient.

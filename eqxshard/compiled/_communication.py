@@ -40,9 +40,9 @@ class Collective:
     - `shapes`: the shapes of its results on each device, such as `f32[64,64]`; several if
         the compiler combined several operations.
     - `bytes`: the bytes of these results.
-    - `sent`: the bytes that each device sends, each time: for an all-gather or a
-        reduce-scatter over `n` devices, `(n - 1) / n` of the whole; for an all-reduce
-        twice that.
+    - `sent`: the bytes that each device sends, each time: for an all-gather, an all-to-all
+        or a reduce-scatter over `n` devices, `(n - 1) / n` of the whole; for an all-reduce
+        twice that; for a collective-permute, the whole.
     - `times`: how often a call runs it: more than once in the body of a loop, `None` if
         the compiled text does not give the loop's trip count.
     - `in_loop`: whether it is in the body of a loop, such as one over layers.
@@ -255,7 +255,8 @@ def _parse_mesh(text: str) -> np.ndarray | None:
     if found[2]:
         order = _parse_iota(found[2])
         ids = np.array(_numbers(found[2])) if order is None else order.ravel()
-    # A part of an axis, `'x':(before)size`, is an axis of its own; whole, it is all of it.
+    # A part of an axis, `'x':(before)size`, becomes an axis of its own; without parts, all
+    # of the axis does.
     parts = {name: (before, part) for name, before, part in _AXIS.findall(found[3])}
     dims, along = list[int](), list[int]()
     for name, size in axes.items():

@@ -147,7 +147,7 @@ class TextLint:
             )
 
     def _gathers_computed(self, operation: Operation) -> bool:
-        """True if a gather in the forward pass is large, or of rows that a loop takes.
+        """True if a forward pass gathers much, or an array that a loop reads row by row.
 
         Only the forward pass counts: gradients and the optimizer's updates depend on the
         batch, too.

@@ -49,6 +49,6 @@ class FirstEntries:
 
 
 def _format(array: np.ndarray) -> str:
-    # On devices, int64 may be the same as int32.
+    # Devices have int32 for int64, unless jax_enable_x64 is on.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return format_array(jax.ShapeDtypeStruct(array.shape, dtype))

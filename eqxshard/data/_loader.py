@@ -118,12 +118,13 @@ class Loader:
         arrays that it gets, and use its own again. It runs in Grain's threads or workers,
         one call at a time in each process.
     - `prefetch`: how many batches to read ahead. Small batches of arrays are gathered
-        several at a time if there is no `transform`, so a few more may be. With 0, each
-        batch is read on demand, without a thread. A `grain.IterDataset` reads ahead by its
-        own options.
+        several at a time if there is no `transform`, so a few more may be. A
+        `grain.MapDataset` has at least 16 batches read ahead, one by each of 16 threads; a
+        `grain.IterDataset` reads ahead by its own options. With 0, each batch is read on
+        demand, without a thread.
     - `read_options`: a `grain.ReadOptions` for a `grain.MapDataset`, in place of
         `prefetch`: how many threads read its batches, one each, and how many batches are
-        read ahead. By default, 16 threads.
+        read ahead.
     - `workers`: the number of worker processes that read and transform batches, for
         sources and transforms that spend their time in Python. The source and the transform
         are pickled for them (so a script that uses workers keeps its work below `if

@@ -26,7 +26,7 @@ def check_order(
     sampler: Any,
     remainder: str,
 ) -> None:
-    """Refuse options that decide the order of arrays, for other kinds of sources."""
+    """Refuse options on the order of examples that are not for this kind of source."""
     if batch_size is None and remainder != "pad":
         raise UsageError(
             f"remainder={remainder!r} is for a loader that makes the batches itself; leave "

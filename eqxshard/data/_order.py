@@ -50,7 +50,7 @@ class Steps:
 
     @functools.cached_property
     def left(self) -> int:
-        """The number of steps that are left of the epoch of the first step."""
+        """The number of steps that are left in the epoch of the first step."""
         return self._count(self.length - self.examples % self.length)
 
     @property

@@ -49,7 +49,7 @@ class ResidentDataset:
     def stacked(
         self, examples: ExampleBatches, steps: range, *, capacity: int
     ) -> DeviceBatches:
-        """The row numbers of some steps' batches, with room for those of `capacity`."""
+        """The row numbers of some steps' batches, with room for `capacity` steps."""
         size = examples.steps.size
         padded, real = examples.padded(steps, np.arange(size))
         sharding = batch_sharding(self._mesh, stacked=True)

@@ -152,7 +152,7 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def as_source(source: Any) -> Source:
-    """A source, made of a dict of arrays if necessary; refuse others, and say a remedy."""
+    """A source, made of a dict of arrays if necessary; refuse others, with a remedy."""
     if isinstance(source, Mapping):
         return ArraySource(source)
     if isinstance(source, Source) and not isinstance(source, type):

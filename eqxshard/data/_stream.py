@@ -1,6 +1,6 @@
 """Batches that others make: a Grain dataset of batches, or any iterable of them.
 
-Next door, `_batches.py` makes batches of examples, and decides how far to read ahead.
+Next door, `_batches.py` makes batches of examples, and says how batches are read ahead.
 """
 
 import collections
@@ -370,7 +370,7 @@ class _Passes:
 
     - `batches`: the iterable.
     - `length`: the number of batches in a pass; `None` if that is not known.
-    - `done`: how many passes this iterable has behind it, which are not read again.
+    - `done`: how many whole passes of this iterable were read, which need not be repeated.
     """
 
     def __init__(self, batches: Iterable[Any], length: int | None, done: int):
