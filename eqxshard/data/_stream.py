@@ -394,7 +394,7 @@ class _Passes:
                 raise _no_batches() from None
             raise UsageError(
                 f"the iterable ended after {at} batches, and its len() is {self._length}; "
-                "give the number of batches that it has."
+                "have its len() be the number of batches that it has."
             ) from None
         self._count += 1
         return batch

@@ -1,9 +1,9 @@
 """The calls of cuDNN's attention, for the rows and heads of each device.
 
 They are the calls that `jax.nn.dot_product_attention` makes, as a test checks. But JAX
-makes them only where cuDNN is installed, and only the process that lowered a step can
-compile it, because it splits them then. Ours can be planned on any machine, and compiled
-by any process.
+makes them only where cuDNN is installed, and they are split during compilation, by code in
+the process that lowered them. Ours can be planned on any machine, and compiled by any
+process.
 """
 
 import functools as ft

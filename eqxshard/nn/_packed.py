@@ -4,10 +4,10 @@ A chunk attends in one call to the keys between the first and the last that any 
 queries sees; their number is rounded up to a power of two of chunks. So memory grows with
 the length of the sequence, and work with the lengths of the documents, however many.
 
-cuDNN's own packed layout, as XLA offers it, does not do. It takes a fixed number of
+cuDNN's own packed layout, as XLA offers it, is no alternative. It takes a fixed number of
 documents, and gives each of them statistics and gradients of the queries, in float32, as
 long as the whole sequence: for 32 documents in 8,192 tokens, with 32 heads of 128, these
-have 4.3 GB, and a mask has 0.1 GB.
+take 4.3 GB, and a mask takes 0.1 GB.
 """
 
 from collections.abc import Callable

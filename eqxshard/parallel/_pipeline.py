@@ -62,8 +62,8 @@ def pipeline(
         a layer is called as `layer(h, *args)`.
     - `microbatches`: the number of parts to split each device's rows into. Use several
         times the number of stages to keep the stages busy.
-    - `key`: a random key. If given, a layer is called with a `key=` as well. It is another
-        key for each layer and example, and the same on every mesh.
+    - `key`: a random key. If given, a layer is called with a `key=` as well, which differs
+        between layers and between examples, and is the same on every mesh.
 
     **Returns:**
 

@@ -273,7 +273,7 @@ def _pick(values: Sequence[Any], i: Any) -> Any:
 
 
 def balance(blocks: Blocks, tree: PyTree) -> PyTree:
-    """Exchange the second halves of blocks that are to be balanced; twice, it is undone."""
+    """Exchange the second halves of blocks to be balanced. A second call undoes this."""
     return _send_halves(blocks, tree, lambda i: i)
 
 
