@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         type("Longer", (list,), {"__len__": lambda self: 5})(several(changed())),
         {},
         ValueError,
-        r"ended after 3 batches, and its len\(\) is 5; give",
+        r"ended after 3 batches, and its len\(\) is 5; have",
     ),
 }
 

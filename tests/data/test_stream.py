@@ -207,7 +207,7 @@ def test_an_epoch_begins_without_reading_those_before_it_again(capsys):
 
 
 def test_a_pass_of_another_length_is_an_error():
-    says = r"ended after 5 batches, and its len\(\) is 7; give"
+    says = r"ended after 5 batches, and its len\(\) is 7; have"
     with pytest.raises(ValueError, match=says):
         take(stream(Passes(five, 7)))
     for empty in (Passes(list, 7), Again(list), []):
