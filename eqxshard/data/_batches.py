@@ -37,8 +37,8 @@ Transform = Callable[[Arrays], Mapping[str, Any]]
 THREADS = 16
 
 #: Handing something to another thread costs as much as gathering a batch of small images,
-#: so small batches of arrays are gathered and handed over together: at most so many bytes
-#: and so many batches.
+#: so small batches of arrays are gathered and handed over together, up to this many bytes
+#: and this many batches.
 _TOGETHER_BYTES = 2**21
 _TOGETHER_BATCHES = 16
 

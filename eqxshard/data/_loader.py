@@ -298,7 +298,12 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, if the batch size does not change in it."""
+        """The number of batches in an epoch, if the batch size does not change in it.
+
+        **Raises:**
+
+        `TypeError` if the dataset is endless, or does not say how long it is.
+        """
         if self.steps is None:
             raise UsageTypeError(
                 "this loader has no length, because its dataset is endless or does not say "

@@ -40,7 +40,7 @@ from ._sources import copied
 #: A stream knows its iterator's state at this many of the last steps.
 _MARKS = 16
 
-#: Processes read so many batches before they compare how many each of them has.
+#: Processes read this many batches before they compare how many each of them has.
 _GROUP = 8
 
 #: How long a closed iterator waits for its thread, which the user's code may block.

@@ -265,6 +265,10 @@ def describe_mesh(mesh: AnyMesh) -> str:
     **Returns:**
 
     The number of devices, their platform, and the axes that are larger than 1.
+
+    **Raises:**
+
+    `ValueError` if an abstract mesh does not say for which devices it is.
     """
     sizes = format_mesh(used_axes(mesh.shape))
     return f"{mesh.size} x {platform_of(mesh)} ({sizes})"
