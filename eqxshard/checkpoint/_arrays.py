@@ -73,7 +73,7 @@ def _ocdbt(folder: Any) -> dict[str, Any]:
 
 
 def part_of_process(folder: Any, save: str) -> Any:
-    """The folder below that of a checkpoint which this process writes to."""
+    """The folder that this process writes to, in that of a checkpoint."""
     return folder / STATE / f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
 
 
@@ -316,8 +316,8 @@ def _box(begin: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 # Read
 
-#: How many chunks are read at a time: the memory that reading takes besides the part of an
-#: array that is read.
+#: How many chunks are read at a time. They take memory in addition to the part of an array
+#: that is read.
 _CHUNKS_AT_A_TIME = 4
 #: TensorStore's name for the memory of the tables that say where in its files an array is.
 _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24

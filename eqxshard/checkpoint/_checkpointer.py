@@ -214,7 +214,7 @@ class Checkpointer:
         `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `OSError` if the
         files cannot be read, even after some tries. `ValueError` if all are damaged, or
         `like` does not have the same arrays: it names each that is missing, superfluous or
-        of another shape, and what to write if that is meant.
+        of another shape, and what to write if that is intended.
 
         !!! Example
 
@@ -369,12 +369,14 @@ class Checkpointer:
     def start_over(self) -> None:
         """Remove the checkpoints of an earlier run, for one that starts from step 0.
 
-        Other files stay, and so does what was not saved by this library.
+        Files that were not written by this library stay.
 
         **Raises:**
 
-        `ValueError` if the directory is not writable, is in use, or has other things with
-        numbers for names, before anything is removed; or if a checkpoint cannot be removed.
+        `ValueError`, before anything is removed, if the directory is not writable, is in
+        use, has a checkpoint that is a link or was not written here, or was not claimed by
+        a run and has other things with numbers for names; and if a checkpoint cannot be
+        removed.
         """
         on_first(self._start_over)
 
@@ -431,8 +433,8 @@ class Checkpointer:
 
         - `state`: a state, or a PyTree of several at the same step, such as a dict. Not
             donated here; it may be donated as soon as this returns.
-        - `loader`: the [`eqxshard.Loader`][], for its position, `loader.state()`: that of
-            the batch after the last one that was read, however many a step takes.
+        - `loader`: the [`eqxshard.Loader`][], whose position, `loader.state()`, is saved:
+            that of the batch after the last one that was read, however many a step takes.
         - `metrics`: the metrics of this state, for `best`.
         - `callbacks`: what the run's callbacks need to continue, as JSON values.
 

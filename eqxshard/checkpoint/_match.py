@@ -78,8 +78,8 @@ class Changes:
 
         **Raises:**
 
-        `ValueError` naming what does not fit and may not change, or a `rename` that makes
-        no sense.
+        `ValueError` naming what does not fit and may not change, or a `rename` of a path
+        that was not saved, or of two arrays to one path.
         """
         if self.rename and self.rename in done:
             with contextlib.suppress(ValueError):
@@ -253,7 +253,7 @@ def _check_structure(
     where: str,
     remedy: str,
 ) -> None:
-    """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
+    """Raise `ValueError` naming the arrays that only one of the two has, or that differ."""
     faults = []
     # In the model's order; the optimizer's state, which repeats its faults, comes later.
     for path in dict.fromkeys((*wanted, *saved)):

@@ -297,7 +297,7 @@ def _zeros(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
 
 
 def _fetch(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
-    """One layer on the host, from a copy: an array keeps what was fetched of it there."""
+    """One layer on the host, fetched from a copy: an array keeps fetched values there."""
     return fetch_whole(
         _layer(leaf, [*map(np.array, numbers)]) if numbers else jnp.copy(leaf)
     )

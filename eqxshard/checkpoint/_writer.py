@@ -353,7 +353,7 @@ def _has_flaw(leaf: Array, is_trained: bool) -> Any:
 def _find_flaw(x: Any, is_trained: bool, numpy: Any) -> Any:
     if not is_trained:
         return numpy.any(numpy.isnan(x))
-    # Minus infinity is what a mask holds, which may count as trained.
+    # A mask may count as trained, and holds minus infinity.
     return ~numpy.all(numpy.isfinite(x) | (x == -numpy.inf))
 
 

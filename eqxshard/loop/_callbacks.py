@@ -81,7 +81,7 @@ class Callback:
         return None if self.every is None else (step // self.every + 1) * self.every
 
 
-#: The skipped steps of a run, among the states of its callbacks. (No class can have it.)
+#: The name of the skipped steps among the states of callbacks; no class can have this name.
 _SKIPPED = "skipped steps"
 
 

@@ -135,9 +135,9 @@ def predict(
 
     **Raises:**
 
-    `ValueError` if the loader leaves out examples or repeats them, an output has another
-    leading size, or the model was donated or is not on a mesh; `TypeError` if `model` is a
-    [`eqxshard.TrainState`][].
+    `ValueError` if the loader has no end, leaves out examples or repeats them, an output
+    has another leading size, or the model was donated or is not on a mesh; `TypeError` if
+    `model` is an [`eqxshard.TrainState`][], or the arguments are in another order.
 
     !!! Example
 

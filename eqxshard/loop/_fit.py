@@ -142,7 +142,7 @@ def fit(
     clock = Clock()
     report = Report(trackers if is_main_process() else (), clock, steps_of(loader))
     loop = Loop(clock, report, loader, checkpointer, state, extra, evaluate)
-    # This reference would keep arrays alive that the first step replaces by copies.
+    # This reference would keep arrays alive, of which the first step may make copies.
     del state
     called = CallbackList(callbacks, loop)
     with ExitStack() as stack:
@@ -208,7 +208,7 @@ def fit(
             is_first = loop.step == loop.first
             saying = nullcontext()
             if is_first:
-                # It may take minutes.
+                # Compilation may take minutes.
                 saying = announced("compiling the train step", in_logs=True)
             phase = "compile" if is_first else "dispatch"
             with saying, clock.phase(phase, f"step {step}"):

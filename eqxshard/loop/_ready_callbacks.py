@@ -199,7 +199,7 @@ class EvaluateEMA(Callback):
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
         evaluate = self.evaluate or loop.evaluation
-        assert evaluate is not None  # Else there was no evaluation.
+        assert evaluate is not None  # There was an evaluation.
         loop.evaluate(evaluate, models, "ema")
 
 

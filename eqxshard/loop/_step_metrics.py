@@ -49,7 +49,7 @@ class Report:
         self._added = 0
         # The step of a report that is due and not sent yet.
         self._due: int | None = None
-        # What was logged and not sent yet, and at which step.
+        # The values that were logged and not sent yet, and their step.
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
         self.restart_speed()

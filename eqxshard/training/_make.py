@@ -173,7 +173,7 @@ def sharding_of(value: Any) -> Sharding | None:
 
 
 def to_host(value: Any) -> np.ndarray:
-    """A small value as programs take it: a NumPy array, for keys that of their data."""
+    """A small value as programs take it, a NumPy array; of keys, their data."""
     return np.asarray(_key_data(value))
 
 
@@ -280,7 +280,8 @@ def _bits(value: Any) -> Hashable:
 
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
-#: computed; what is rounded stays with the computation that needs it, unless it is tiny.
+#: computed; numbers that are rounded stay with the computation that needs them, unless they
+#: are tiny.
 _SMALL, _TINY = 2**16, 2**10
 #: The most parts of a program, and the most elements that its equations make, on all
 #: devices together. A part that makes more is a program of its own.
@@ -289,7 +290,7 @@ _PARTS, _ELEMENTS = 16, 2**24
 _CONSTANTS = 64
 #: How many programs are compiled at a time.
 _COMPILERS = 8
-#: At its default level, LLVM takes up to four times as long to compile code no faster.
+#: At LLVM's default level, compiling takes up to four times as long, for code no faster.
 _LEVEL = {"xla_backend_optimization_level": 1}
 
 

@@ -189,8 +189,8 @@ def per_layer(
     divides: each matrix is whole on one device, to which an all-to-all brings it (Liu et
     al., https://arxiv.org/abs/2502.16982). Everything else is updated by the
     optimizer as it is. This is an `optax.partition`: each of its optimizers sees the whole
-    tree of parameters, with `optax.MaskedNode` in the place of those of the others, so that
-    masks and labels by path keep their meaning.
+    tree of parameters, with `optax.MaskedNode` in place of those that are not its own, so
+    that masks and labels by path keep their meaning.
 
     Keep transformations outside that look at all parameters at once, such as clipping by
     the global norm, and [`eqxshard.ema_weights`][].

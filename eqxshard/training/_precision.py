@@ -31,7 +31,7 @@ class Precision:
 
     Before that, the gradients of a batch are summed over devices in their own type, as XLA
     has it: in 16 bits, if they are computed so. The error of a sum in bfloat16 grows with
-    the number of devices. Of random gradients it is 1.4 % at 128 devices and 2.7 % at 512,
+    the number of devices. For random gradients it is 1.4 % at 128 devices and 2.7 % at 512,
     where the rounding of the gradients of one device is 0.17 %. Microbatches (`accumulate=`
     of [`eqxshard.make_train_step`][]) are summed in the type of the parameters, float32 by
     default.

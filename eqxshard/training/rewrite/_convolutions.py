@@ -10,8 +10,8 @@ not change its result, apart from rounding:
   which take longer than it does. In a first layer, which has few input channels, patches of
   the input are small, and their product with the gradient of the output needs no copies.
 - The gradient of an input pads the gradient of the output by almost the size of the kernel,
-  and multiplies the padding, too. One kernel per row, and then the sum of what they give
-  for each row, needs no padding in that dim.
+  and multiplies the padding, too. One kernel per row, and then the sum of their results in
+  each row, needs no padding in that dim.
 - The gradient of a bias sums over all dims but one in the middle, for which XLA writes a
   transposed copy, too. A product with a vector of ones needs none.
 - The windows of an average pool, and of its gradient, run as a loop that nothing is fused

@@ -267,7 +267,7 @@ class Interpreter:
         carry = inputs[second:]
         if not has_checks(params["body_jaxpr"]):
             return jax.lax.while_loop(holds, lambda carry: step(carry)[0], carry)
-        # It stops once a check has failed: it might not end otherwise.
+        # The loop stops once a check has failed: it might not end otherwise.
         return Checked(
             *jax.lax.while_loop(
                 lambda pair: holds(pair[0]) & (pair[1] == 0),

@@ -238,7 +238,7 @@ def call_whole(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Call a closed jaxpr in one equation, without looking into it again."""
     inside, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
     if any(isinstance(x, Tracer) for x in consts):
-        # They are values of the program around it, which an equation takes as inputs.
+        # Tracers are values of the program around it, which an equation takes as inputs.
         whole = _without_constants(inside)
         # In this order: JAX 0.11 has one type for both.
         is_open = isinstance(jaxpr, Jaxpr)
