@@ -124,8 +124,8 @@ def merge(folder: Any, save: str) -> None:
 #: A shard that several devices hold is written in parts, one by each of them, if it is at
 #: least this large. Cutting the parts takes a program for each shape, and more files.
 _PART_BYTES = 2**24
-#: The bytes that are on their way to the disk or the store at a time (chunks that are not
-#: contiguous in memory are copied), and the most batches in a save, which may be larger.
+#: How many bytes are on their way to the disk or the store at a time: chunks that are not
+#: contiguous in memory are copied. It is more where a save would need more batches.
 _BATCH_BYTES, _MOST_BATCHES = 2**25, 64
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -389,7 +389,7 @@ def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
     def call() -> Any:
         try:
             return function(argument)
-        # All of TensorStore's errors are, and end with the request that failed.
+        # TensorStore raises no other error. Its texts end with the request that failed.
         except ValueError as error:
             why = f"{named} cannot be read: {str(error).partition(' [')[0]}"
             failed = str(error).startswith(_FAILURES)

@@ -468,9 +468,10 @@ _HELD: dict[str, int] = {}
 
 
 class FolderLock:
-    """Keeps other programs from writing to a folder. A process shares its lock.
+    """Keeps other programs from writing to a folder.
 
-    Object stores, and file systems without locks, are left unlocked.
+    All objects for a folder in this process share one lock. Object stores, and file systems
+    without locks, are left unlocked.
 
     **Arguments:**
 

@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         self._waited += 1
         if self._waited >= self._patience:
             what = "was not finite" if best is None else f"has not improved on {best}"
-            loop.stop(f"{self.metric} {what} in {self._waited} reports")
+            loop.stop(f"{self.metric} {what} in {_reports(self._waited)}")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""
@@ -113,9 +113,13 @@ class EarlyStopping(Callback):
         best = state["best"]
         what = "was not finite" if best is None else f"had not improved on {best}"
         return (
-            f"{self.metric} {what} in {state['waited']} reports (with a larger patience= "
+            f"{self.metric} {what} in {_reports(state['waited'])} (with a larger patience= "
             "it would go on)"
         )
+
+
+def _reports(count: int) -> str:
+    return f"{count} report{'s' * (count > 1)}"
 
 
 class TimeLimit(Callback):
