@@ -1,4 +1,4 @@
-"""What one process finds in a folder, or its error, becomes that of all processes.
+"""Shares what one process finds in a folder, or its error, with all processes.
 
 Elsewhere in this room an error is an exception; on its way to other processes it is JSON.
 """
@@ -12,8 +12,8 @@ from ._arrays import DamageError
 
 _T = TypeVar("_T")
 
-#: The errors that stay of their type. In other processes, another one is an `OSError`:
-#: packages for object stores have errors of their own.
+#: The errors that have the same type in all processes. Any other one is an `OSError` in
+#: other processes: packages for object stores have errors of their own.
 _KINDS: tuple[type[Exception], ...] = (
     DamageError,
     UsageFileError,
@@ -24,7 +24,7 @@ _KINDS: tuple[type[Exception], ...] = (
 
 
 def reason(error: Exception) -> str:
-    """What an error of a file system says."""
+    """The reason that an error of a file system gives."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -58,7 +58,7 @@ def on_all(fn: Callable[[], _T]) -> _T:
 
 
 class Outcome:
-    """What a function returned or raised."""
+    """The value that a function returned, or the error that it raised."""
 
     def __init__(self, value: Any = None, error: Exception | None = None):
         self.value, self.error = value, error
@@ -70,7 +70,7 @@ class Outcome:
         return self.value
 
     def told(self) -> list[Any]:
-        """The kind of the error and what it says, for other processes; or nothing."""
+        """The type and the reason of the error, for other processes; or two `None`s."""
         if self.error is None:
             return [None, None]
         kinds = (kind for kind in _KINDS if isinstance(self.error, kind))
@@ -90,7 +90,8 @@ def share(outcome: Outcome | None) -> Outcome:
 
     **Arguments:**
 
-    - `outcome`: in process 0. There an error keeps its type and traceback.
+    - `outcome`: that of process 0, where an error keeps its type and traceback; `None` in
+        the others.
     """
     value, (kind, said) = broadcast_from_first(
         None if outcome is None else [outcome.value, outcome.told()]

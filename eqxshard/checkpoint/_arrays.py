@@ -27,15 +27,15 @@ from ..transforms._partition import Static, partition
 
 #: The folder of the database, in that of a checkpoint.
 STATE = "state"
-#: Where earlier versions wrote to object stores: a Zarr array for each, and no database.
+#: The folder where earlier versions wrote to object stores: Zarr arrays, and no database.
 ARRAYS = "arrays"
 _INLINE_BYTES, _FILE_BYTES = 2**12, 2**28
-#: Half a minute in all; by default, it would be a quarter of an hour.
+#: Half a minute in all; TensorStore's default is a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
 
 
 def _kvstore(folder: Any) -> dict[str, Any]:
-    """How TensorStore names a folder, which may be in an object store."""
+    """TensorStore's spec of a folder, which may be in an object store."""
     if not is_remote(folder):
         return {"driver": "file", "path": f"{folder}/"}
     scheme, _, rest = os.fspath(folder).partition("://")
@@ -61,28 +61,28 @@ def _context() -> Any:
         {
             "s3_request_retries": _RETRIES,
             "gcs_request_retries": _RETRIES,
-            # It would wait for the disk after each batch.
+            # TensorStore would wait for the disk after each batch; we do so at the end.
             "file_io_sync": False,
         }
     )
 
 
 def _ocdbt(folder: Any) -> dict[str, Any]:
-    """How TensorStore names the database of arrays in a folder."""
+    """TensorStore's spec of the database of arrays in a folder."""
     return {"driver": "ocdbt", "base": _kvstore(folder)}
 
 
 def part_of_process(folder: Any, save: str) -> Any:
-    """The folder of what this process writes, in that of a checkpoint."""
+    """The folder that this process writes to, in that of a checkpoint."""
     return folder / STATE / f"ocdbt.process_{jax.process_index()}_crc32c_{save}"
 
 
 def _written_to(folder: Any) -> dict[str, Any]:
-    """How TensorStore names a database that is written."""
+    """TensorStore's spec of a database to write."""
     return {
         **_ocdbt(folder),
-        # What describes the arrays is in the tables, and these are in files of their own,
-        # so that those of `d` have nothing but chunks.
+        # The shapes and dtypes of the arrays are in the tables, and these are in files of
+        # their own, so that the files in `d` have nothing but chunks.
         "config": {"max_inline_value_bytes": _INLINE_BYTES},
         "value_data_prefix": "d/",
         "btree_node_data_prefix": "tables/",
@@ -121,11 +121,11 @@ def merge(folder: Any, save: str) -> None:
 
 # Write
 
-#: Copies of an array on several devices each write a part of it if that is this large: to
-#: cut the parts takes a program for each shape, and more files.
+#: A shard that several devices hold is written in parts, one by each of them, if it is at
+#: least this large. Cutting the parts takes a program for each shape, and more files.
 _PART_BYTES = 2**24
-#: How much is on its way to the disk or the store at a time, because chunks that are not
-#: contiguous in the memory are copied; or, of much, one of so many batches.
+#: How many bytes are on their way to the disk or the store at a time: chunks that are not
+#: contiguous in memory are copied. It is more where a save would need more batches.
 _BATCH_BYTES, _MOST_BATCHES = 2**25, 64
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -134,24 +134,24 @@ _CODECS = [
 
 
 class _Part(NamedTuple):
-    """What a process writes of an array."""
+    """The shards of an array that a process writes."""
 
-    shape: tuple[int, ...]  #: Of the whole array.
+    shape: tuple[int, ...]  #: The shape of the whole array.
     dtype: Any
     chunk: tuple[int, ...]
-    #: Where in the array each begins, and the numbers.
+    #: For each, where in the array it begins, and its numbers.
     shards: list[tuple[tuple[int, ...], np.ndarray]]
 
 
 def copy_parts(arrays: Mapping[str, jax.Array], chunk_bytes: int) -> dict[str, _Part]:
     """Copy this process's parts of arrays, so that these may be donated.
 
-    On CPUs the memory is shared, and the next step leaves it alone.
+    On CPUs the memory is shared instead, and the next step leaves it alone.
 
     **Arguments:**
 
     - `arrays`: arrays by path.
-    - `chunk_bytes`: how many bytes a chunk has at most, if it can be cut to that.
+    - `chunk_bytes`: the most bytes of a chunk, if it can be cut to that.
     """
     shapes = {path: _part_shape(array) for path, array in arrays.items()}
     ours = {path: [*_cut(array, shapes[path])] for path, array in arrays.items()}
@@ -171,7 +171,7 @@ def copy_parts(arrays: Mapping[str, jax.Array], chunk_bytes: int) -> dict[str, _
 
 
 def _part_shape(array: jax.Array) -> tuple[int, ...]:
-    """The shape of what one device writes: a shard, or a part of one that has copies."""
+    """The shape that one device writes: a shard, or a part of one that others hold, too."""
     shape = [*array.sharding.shard_shape(array.shape)]
     size = math.prod(shape)
     copies = len(array.sharding.device_set) * size // array.size
@@ -193,7 +193,7 @@ def _cut(
             begin[dim] += at
             data = jax.lax.dynamic_slice_in_dim(data, at, shape[dim], dim)
         if cut or shard.replica_id == 0:
-            # The array would keep the copy of its own shard as long as it lives.
+            # A new array: the old one would keep its shard's copy as long as it lives.
             yield (
                 tuple(begin),
                 jax.make_array_from_single_device_arrays(shape, data.sharding, [data]),
@@ -203,7 +203,7 @@ def _cut(
 def _chunk(
     shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, most: int
 ) -> tuple[int, ...]:
-    """The shape of chunks: the longest dims of a part are cut until these are small."""
+    """The shape of chunks: the longest dims of a part are cut until chunks are small."""
     chunk = [*part]
     while math.prod(chunk) * itemsize > most:
         cut = [
@@ -218,11 +218,11 @@ def _chunk(
 
 
 def _cut_length(length: int, *, evenly: bool) -> int:
-    """Half of a length, or so.
+    """A length cut once: to half of it or, evenly, by its smallest divisor.
 
     **Arguments:**
 
-    - `length`: of a chunk, along one dim.
+    - `length`: the length of a chunk along one dim.
     - `evenly`: whether it must remain a divisor: no two processes may write one chunk, so
         along a dim that is split between them, their parts consist of whole chunks.
     """
@@ -232,12 +232,12 @@ def _cut_length(length: int, *, evenly: bool) -> int:
 
 
 def write_parts(parts: dict[str, _Part], folder: Any, given_up: threading.Event) -> None:
-    """Write each part into its own Zarr array, in a database, and forget it.
+    """Write each part into its own Zarr array, in a database, and free its memory.
 
     **Arguments:**
 
     - `parts`: the parts, by the paths of their arrays; empty at the end.
-    - `folder`: that of the database.
+    - `folder`: the folder of the database.
     - `given_up`: once it is set, `OSError` is raised after a batch.
     """
     import tensorstore as ts
@@ -272,7 +272,7 @@ _Slab = tuple[str, _Part, tuple[int, ...], np.ndarray]
 
 
 def _slabs(parts: dict[str, _Part]) -> Iterator[_Slab]:
-    """Parts of one chunk's length along the first dim."""
+    """The parts, cut to the length of a chunk along the first dim."""
     while parts:
         path, part = parts.popitem()
         while part.shards:
@@ -305,7 +305,7 @@ def _spec(base: Mapping[str, Any], path: str, part: _Part) -> dict[str, Any]:
         },
         "create": True,
         "open": True,
-        # A chunk that is not there is damage.
+        # Chunks of zeros are written, too: a chunk that is not there is damage.
         "store_data_equal_to_fill_value": True,
     }
 
@@ -316,12 +316,12 @@ def _box(begin: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 # Read
 
-#: How many chunks are read at a time: the memory that reading takes besides the part of an
-#: array that is read.
+#: How many chunks are read at a time. They take memory in addition to the part of an array
+#: that is read.
 _CHUNKS_AT_A_TIME = 4
 #: TensorStore's name for the memory of the tables that say where in its files an array is.
 _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
-#: How the errors of TensorStore begin that say nothing about what would have been read.
+#: Prefixes of TensorStore's errors that say nothing about the data.
 _FAILURES = (
     *("UNKNOWN:", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "INTERNAL:"),
     *("PERMISSION_DENIED:", "UNAUTHENTICATED:", "RESOURCE_EXHAUSTED:", "CANCELLED:"),
@@ -329,7 +329,7 @@ _FAILURES = (
 
 
 class DamageError(UsageError):
-    """What was read is not what was written."""
+    """The data that were read are not those that were written."""
 
 
 def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
@@ -341,7 +341,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     import tensorstore as ts
 
     base = _base(folder)
-    # Else each array would read the table of all of them again.
+    # Otherwise each array would read the table of all of them again.
     tables = {_TABLES: {"total_bytes_limit": _TABLE_BYTES}}
     settings = ts.Context(tables, parent=_context())
     arrays = {}
@@ -372,7 +372,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def wrap_keys(arrays: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-    """What `read` returned, with typed keys where they are wanted."""
+    """The arrays that `read` returned, with typed keys where they are wanted."""
 
     def wrapped(array: Array, leaf: Any) -> Array:
         if not is_key(leaf):
@@ -384,12 +384,12 @@ def wrap_keys(arrays: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[st
 
 
 def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """Call a function that reads by TensorStore, again if it fails for a while."""
+    """Call a function that reads with TensorStore; retry failures that may pass."""
 
     def call() -> Any:
         try:
             return function(argument)
-        # All of TensorStore's are, and end with what it was asked to do.
+        # TensorStore raises no other error. Its texts end with the request that failed.
         except ValueError as error:
             why = f"{named} cannot be read: {str(error).partition(' [')[0]}"
             failed = str(error).startswith(_FAILURES)
@@ -399,7 +399,7 @@ def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _base(folder: Any) -> dict[str, Any]:
-    """Where the arrays of a checkpoint are, as TensorStore names it."""
+    """TensorStore's spec of the folder with the arrays of a checkpoint."""
     if (folder / STATE).exists():
         return {**_ocdbt(folder / STATE), "cache_pool": _TABLES}
     if (folder / ARRAYS).exists():
@@ -414,7 +414,7 @@ def place_parts(
     shape: tuple[int, ...],
     there: Sharding,
 ) -> Array:
-    """Read one part after the other, each once, onto the devices that hold it."""
+    """Read the parts of an array one by one, each once, onto the devices that hold it."""
     devices: dict[tuple[range, ...], list[Any]] = {}
     for device, index in there.addressable_devices_indices_map(shape).items():
         part = tuple(range(n)[at] for n, at in zip(shape, index or ()))

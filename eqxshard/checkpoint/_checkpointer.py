@@ -59,16 +59,16 @@ class Checkpointer:
     - `save_every_seconds`: save at the first report of [`eqxshard.fit`][] after this
         many seconds, 10 minutes by default; `None` for never.
     - `best`: the name of a metric that `fit` reports, such as `"eval/loss"`: `fit` saves
-        after each evaluation that is better than all before, and the best checkpoint, of
-        equals the first, is kept, too.
+        after each evaluation that is better than all before, and the best checkpoint (the
+        first of equals) is kept, too.
     - `mode`: whether the smallest (`"min"`) or the largest (`"max"`) value is best. By
-        default the smallest of a loss, an error or a perplexity, and the largest of an
-        accuracy, by the last word of the name; of other metrics it has to be said.
+        default the smallest for a loss, an error or a perplexity, and the largest for an
+        accuracy, by the last word of the name; other metrics need it.
 
     **Raises:**
 
-    `ValueError` if one of the numbers is not positive, `mode` has to be said, another
-    option is not known, or the folder has a name that cannot be written here.
+    `ValueError` if one of the numbers is not positive, `mode` is unknown, or missing where
+    the name does not tell, or the folder has a name that cannot be written here.
 
     !!! Example
 
@@ -116,20 +116,21 @@ class Checkpointer:
         return self._folder.steps()
 
     def best_step(self) -> int | None:
-        """The step with the best value of `best`, of equals the first.
+        """The step with the best value of `best`, the first of equals.
 
         `None` if no checkpoint has a value.
         """
         return best_of(self._values(self._folder.good_steps()), self._mode)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether metrics are better, by `best`, than those of every checkpoint.
+        """True if metrics are better, by `best`, than those of every checkpoint.
 
         [`eqxshard.fit`][] asks after each evaluation, to save.
 
         **Raises:**
 
-        `ValueError` if they are of an evaluation, which does not have `best`.
+        `ValueError` if the metrics are those of an evaluation, and `best` is not among
+        them.
         """
         if self._best is None:
             return False
@@ -138,14 +139,14 @@ class Checkpointer:
                 f"best={self._best!r} is not a metric of this run; use one of "
                 f"{', '.join(metrics)}."
             )
-        # It may be a scalar of JAX's.
+        # It may be a scalar of JAX.
         value = float(metrics.get(self._best, math.nan))
         for _ in range(2):
             values: dict[int, float] = {}
             # Not only OSError: packages for object stores have errors of their own.
             with contextlib.suppress(Exception):
                 values = self._values(self._folder.good_steps())
-            # It comes after those that are saved, so it has to be better.
+            # The first of equals is best, so this has to be better than those saved.
             better = best_of({**values, sys.maxsize: value}, self._mode) == sys.maxsize
             # Processes may see a shared folder at different times.
             if not broadcast_from_first(math.isfinite(value) and better):
@@ -192,10 +193,11 @@ class Checkpointer:
         - `like`: a state, or a PyTree of several, such as from
             [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
             dtypes and shardings; the mesh may be another one. Not donated.
-        - `step`: the step to read; by default the newest. `None` is an error.
+        - `step`: the step to read; by default the newest. `None`, which `best_step` may
+            return, is an error.
         - `rename`: the new path for what was saved at a path or below it, such as
             `{"model.blocks": "model.layers"}`, or `None` to drop it. What the optimizer
-            keeps of parameters goes with them. A script may keep the line: it has no
+            keeps for a parameter moves with it. A script may keep the line: it has no
             effect on checkpoints that this checkpointer saves afterwards.
         - `missing`: `"init"` copies what the checkpoint lacks from `like`, a state of
             [`eqxshard.init_state`][]. A schedule that is new counts its steps from 0.
@@ -212,7 +214,7 @@ class Checkpointer:
         `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `OSError` if the
         files cannot be read, even after some tries. `ValueError` if all are damaged, or
         `like` does not have the same arrays: it names each that is missing, superfluous or
-        of another shape, and what to write if that is meant.
+        of another shape, and what to write if that is intended.
 
         !!! Example
 
@@ -231,14 +233,14 @@ class Checkpointer:
         *,
         step: Step = "newest",
     ) -> _T:
-        """As `restore`; [`eqxshard.train`][] calls this.
+        """As `restore`, but arrays that are missing may be made; `eqxshard.train` uses it.
 
         **Arguments:**
 
         - `like`, `step`: as for `restore`.
-        - `changes`: what may be changed.
-        - `make`: makes a state of the arrays that are known, by path, if others are
-            missing; by default, these are copied from `like`.
+        - `changes`: the changes that are allowed.
+        - `make`: makes a state from the arrays that were read, by path, if others are
+            missing; by default, the others are copied from `like`.
         """
         with explaining_state({"in all": like}):
             found = self._read(like, step, changes)
@@ -305,7 +307,7 @@ class Checkpointer:
         return eqx.combine(with_state(read["model"], read["model_state"]), rest)
 
     def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
-        """Read what a PyTree wants: all that was saved, or arrays below a path."""
+        """Read the arrays of a PyTree, whose path in the saved state is `root`."""
         if step is None:
             raise UsageFileError(
                 f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
@@ -339,7 +341,7 @@ class Checkpointer:
         **Arguments:**
 
         - `step`: the step that the run starts from.
-        - `loader`: its [`eqxshard.Loader`][].
+        - `loader`: the run's [`eqxshard.Loader`][]; one without `restore` is left alone.
 
         **Returns:**
 
@@ -359,7 +361,7 @@ class Checkpointer:
         if step not in self._folder.good_steps():
             return {}
         description = self._folder.description(step)
-        # One of the user's own may have no position.
+        # A loader of the user's own may have no position.
         if description["loader"] is not None and hasattr(loader, "restore"):
             loader.restore(description["loader"])
         return description["callbacks"]
@@ -367,12 +369,14 @@ class Checkpointer:
     def start_over(self) -> None:
         """Remove the checkpoints of an earlier run, for one that starts from step 0.
 
-        Other files stay, and so does what was not saved by this library.
+        Files that were not written by this library stay.
 
         **Raises:**
 
-        `ValueError` if the directory is not writable, is in use, or has other things with
-        numbers for names, before anything is removed; or if a checkpoint cannot be removed.
+        `ValueError`, before anything is removed, if the directory is not writable, is in
+        use, has a checkpoint that is a link or was not written here, or was not claimed by
+        a run and has other things with numbers for names; and if a checkpoint cannot be
+        removed.
         """
         on_first(self._start_over)
 
@@ -394,7 +398,7 @@ class Checkpointer:
             ) from error
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
-        """Whether it is time to save.
+        """True if it is time to save.
 
         **Arguments:**
 
@@ -422,21 +426,22 @@ class Checkpointer:
 
         A state that contains NaN is not saved, nor one with infinite trained parameters
         (other than minus infinity, as in masks), nor one whose step has a checkpoint
-        already. If the last save is still being written, wait for it first. Call `wait`
-        before the program ends.
+        already. If the last save is still being written, this waits for it first. Call
+        `wait` before the program ends.
 
         **Arguments:**
 
         - `state`: a state, or a PyTree of several at the same step, such as a dict. Not
             donated here; it may be donated as soon as this returns.
-        - `loader`: the [`eqxshard.Loader`][], for its position, `loader.state()`: that of
-            the batch after the last one that was read, however many a step takes.
+        - `loader`: the [`eqxshard.Loader`][], whose position, `loader.state()`, is saved:
+            that of the batch after the last one that was read, however many a step takes.
         - `metrics`: the metrics of this state, for `best`.
         - `callbacks`: what the run's callbacks need to continue, as JSON values.
 
         **Raises:**
 
-        `ValueError` if the state was donated.
+        `ValueError` if the state was donated, or two of its arrays have the same path;
+        `TypeError` if one of them is not on devices, such as an array of NumPy.
         """
         check_state_not_donated(state)
         step = step_of(state)
@@ -470,10 +475,10 @@ class Checkpointer:
         return {step for step in steps if step not in kept}
 
     def _values(self, steps: Iterable[int]) -> dict[int, float]:
-        """By step, the values of `best`, of those that have one."""
+        """The values of `best` by step, of the checkpoints that have one."""
         values: dict[int, float] = {}
         for step in steps if self._best is not None else ():
-            # It is damaged, or has just been removed.
+            # A checkpoint may be damaged, or have just been removed.
             with contextlib.suppress(ValueError, FileNotFoundError):
                 metrics = self._folder.description(step)["metrics"]
                 if self._best in metrics:
@@ -482,14 +487,14 @@ class Checkpointer:
 
 
 class _Found(NamedTuple):
-    """What was read of a checkpoint, the arrays by path, for a PyTree that wants them."""
+    """The arrays, by path, that were read from a checkpoint for a PyTree."""
 
-    where: str  #: The checkpoint, for errors.
+    where: str  #: The name of the checkpoint in messages.
     wanted: dict[str, Any]
     static: Static
     arrays: dict[str, Array]
     changed: Changed
-    renamed: list[Mapping[str, str | None]]  #: What the run has renamed so far.
+    renamed: list[Mapping[str, str | None]]  #: The renames of the run so far.
 
 
 def _log(where: str, changed: Changed) -> None:

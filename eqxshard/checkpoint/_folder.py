@@ -1,11 +1,11 @@
 """The layout of a folder of checkpoints: `STEP/`, complete with `checksums.txt`.
 
-Beside its arrays, each has `description.json`. Here they are listed, chosen,
-completed and removed, and the folder is claimed for a run.
+Beside its arrays, each checkpoint has `description.json`. Here checkpoints are listed,
+chosen, completed and removed, and the folder is claimed for a run.
 
 Nothing is removed, or replaced, that we did not write: the folder and each checkpoint in
-it carry a mark, and of a marked checkpoint only our files go. Links are read through (an
-old checkpoint may lie in an archive), but never written or removed through.
+it carry a mark, and only our files are removed from a marked checkpoint. Links are read
+through (an old checkpoint may lie in an archive), but never written or removed through.
 """
 
 import contextlib
@@ -52,13 +52,13 @@ from ._manifest import (
 _LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-#: A step, or what `best_step` has found.
+#: A step, the newest one, or the result of `best_step`.
 Step = int | Literal["newest"] | None
 
-#: Of the URLs of object stores that checkpoints can be in.
+#: The schemes of the URLs of object stores that checkpoints can be in.
 _SCHEMES = ("s3", "gs")
 
-#: The file that marks a folder as ours, and what it says there.
+#: The file that marks a folder as ours, and its text.
 _MARK = "eqxshard.txt"
 _MARK_TEXT = (
     "The numbered folders here are checkpoints of eqxshard, which removes old ones.\n"
@@ -69,11 +69,11 @@ WRITTEN = "written"
 #: All that is written in the folder of a checkpoint, besides its mark.
 _OURS = (
     *(STATE, ARRAYS, WRITTEN, DESCRIPTION, CHECKSUMS, f".{CHECKSUMS}.part"),
-    # Of earlier versions, for Orbax.
+    # Files of earlier versions, for Orbax.
     *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
-#: What is written below `state`: the files of TensorStore, whose data have digits for
-#: names; and of earlier versions, for Orbax.
+#: The files that are written below `state`: those of TensorStore, whose data files have
+#: hexadecimal digits for names; and those of earlier versions, for Orbax.
 _IN_STATE = re.compile(r"manifest\.ocdbt.*|[0-9a-f]{32}.*|_METADATA|_sharding")
 
 #: The folders of checkpoints that this process is writing, by any of its checkpointers.
@@ -92,10 +92,10 @@ class CheckpointFolder:
         self.path = _folder_path(path)
         #: Held from `claim` on, in process 0.
         self.lock = FolderLock(self.path)
-        #: How the checkpoints that were found damaged are, by their steps.
+        #: The steps whose checkpoints were found damaged, and how they are damaged.
         self.damaged: dict[int, str] = {}
         self.claimed = False
-        #: Where in `_BEING_WRITTEN` this one is.
+        #: The entry of this folder in `_BEING_WRITTEN`.
         self._written = ""
         #: The steps that were there when the folder was last listed.
         self._listed: list[int] = []
@@ -105,7 +105,7 @@ class CheckpointFolder:
         return self.path / str(step)
 
     def name(self, step: int) -> str:
-        """How messages call the checkpoint of a step."""
+        """The name of the checkpoint of a step in messages."""
         return f"the checkpoint of step {step} in {self.path}"
 
     def steps(self) -> list[int]:
@@ -132,7 +132,7 @@ class CheckpointFolder:
         return [step for step in self.steps() if step not in self.damaged]
 
     def known_steps(self) -> list[int]:
-        """As `good_steps`; if the folder cannot be listed at the moment, as it was last."""
+        """As `good_steps`; if the folder cannot be listed now, as it was listed last."""
         # Not only OSError: packages for object stores have errors of their own.
         with contextlib.suppress(Exception):
             self._list_steps()
@@ -144,7 +144,7 @@ class CheckpointFolder:
         return self._listed
 
     def description(self, step: int) -> dict[str, Any]:
-        """The description of a checkpoint, whose files are unchecked.
+        """The description of a checkpoint, whose other files are not verified.
 
         Raises `ValueError` if it is damaged, or another error if it cannot be read.
         """
@@ -159,14 +159,14 @@ class CheckpointFolder:
     def choose(self, step: Step) -> dict[str, Any]:
         """Verify the checkpoint of a step; or find the newest that is not damaged.
 
-        Process 0 looks, for all of them.
+        Process 0 looks, for all processes. Returns the checkpoint's description.
         """
         outcome = attempt(lambda: self._find(step)) if is_main_process() else None
         self.damaged = dict(broadcast_from_first([*self.damaged.items()]))
         return share(outcome).get()
 
     def read(self, step: int, read: Callable[[], _T]) -> _T | None:
-        """What each process reads of a checkpoint; `None` if any found it damaged."""
+        """Call a function that reads a checkpoint; `None` if any process found damage."""
         try:
             return on_all(read)
         except DamageError as error:
@@ -178,7 +178,7 @@ class CheckpointFolder:
     def _unread(self, error: Exception) -> OSError:
         return OSError(
             f"the checkpoints in {self.path} cannot be read ({reason(error)}), which does "
-            "not say that they are damaged; try again, or move the newest away to use the "
+            "not mean that they are damaged; try again, or move the newest away to use the "
             "one before it."
         )
 
@@ -215,7 +215,7 @@ class CheckpointFolder:
     def complete(self, description: dict[str, Any]) -> None:
         """Complete a checkpoint whose arrays are written.
 
-        On return a loss of power leaves it whole, so that older ones may be removed.
+        From then on a loss of power leaves it whole, so older ones may be removed.
         """
         folder = self.at(description["step"])
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
@@ -252,7 +252,7 @@ class CheckpointFolder:
                 if self.claimed:
                     _LOG.warning(GONE, self.path, "its checkpoints")
                 _mark(self.path, _MARK_TEXT)
-                # It, and folders above, may be new.
+                # The folder, and those above it, may be new.
                 for each in () if is_remote(self.path) else self.path.parents:
                     sync(each)
             # Half-written checkpoints of another program are not ours to remove.
@@ -272,7 +272,7 @@ class CheckpointFolder:
             ) from error
 
     def _is_odd(self, path: Any) -> bool:
-        """Whether something that nobody has claimed bears one of our names."""
+        """True if something in a folder without our mark has one of our names."""
         if _is_step(path.name):
             return not (is_complete(path) or self._is_ours(int(path.name)))
         if path.name == _LOCK and not is_remote(path):
@@ -280,7 +280,7 @@ class CheckpointFolder:
         return path.name == _MARK
 
     def _is_ours(self, step: int) -> bool:
-        """Whether the checkpoint of a step is one that was written here."""
+        """True if the folder of a step is marked as a checkpoint of ours."""
         folder = self.at(step)
         return not os.path.islink(folder) and _has_mark(folder, _STEP_TEXT.format(step))
 
@@ -295,7 +295,7 @@ class CheckpointFolder:
         if written in _BEING_WRITTEN:
             raise OSError(f"{folder} is being written already; wait for that save")
         if self._is_ours(step):
-            # What else is in it may stay, but not in the places of our files.
+            # Other files in it may stay, but not under the names of ours.
             names = [path.name for path in folder.iterdir() if os.path.islink(path)]
             is_taken = not {*names}.isdisjoint(_OURS)
         else:
@@ -312,7 +312,7 @@ class CheckpointFolder:
         _mark(folder, _STEP_TEXT.format(step))
 
     def end(self) -> None:
-        """Nothing is written any more to the folder that was made last."""
+        """Let the folder that was made last be removed: nothing is written to it now."""
         _BEING_WRITTEN.discard(self._written)
 
     def remove(self, step: int) -> None:
@@ -331,13 +331,13 @@ class CheckpointFolder:
 
 
 def is_claimed(path: Any) -> bool:
-    """Whether a folder is one of checkpoints."""
+    """True if a folder is marked as one of checkpoints."""
     return _has_mark(path, _MARK_TEXT)
 
 
 def _folder_path(path: str | os.PathLike[str]) -> Any:
     """A folder, local or not, as an `etils.epath.Path`."""
-    # Later: it takes a while to import, and not every run needs it.
+    # Imported late: it takes a while, and not every run needs it.
     from etils import epath
 
     if not is_remote(path):
@@ -362,11 +362,11 @@ def _folder_path(path: str | os.PathLike[str]) -> Any:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(
-            f"{path!r} cannot be reached ({error}); use a local folder, or install what it "
-            "names."
+            f"{path!r} cannot be reached ({error}); use a local folder, or install the "
+            "package that this names."
         ) from error
 
-    # Or it would not see what other processes, and TensorStore, have written since.
+    # With its cache, fsspec would not see what other processes and TensorStore write.
     for protocol in ("s3", "gcs"):
         conf.setdefault(protocol, {})["use_listings_cache"] = False
     return epath.Path(path)
@@ -382,7 +382,7 @@ def _is_step(name: str) -> bool:
 
 
 def _entries(folder: Any) -> list[Any]:
-    """What is in a folder; nothing if there is none."""
+    """The entries of a folder; none if it does not exist."""
     # Not `exists`, which takes an error of the file system for absence.
     try:
         return [*folder.iterdir()]
@@ -391,7 +391,7 @@ def _entries(folder: Any) -> list[Any]:
 
 
 def _has_mark(folder: Any, text: str) -> bool:
-    """Whether a folder has a mark, or what a full disk or a loss of power leaves of it."""
+    """True if a folder has a mark, or what a full disk or a loss of power left of it."""
     mark = folder / _MARK
     if os.path.islink(mark):
         return False
@@ -414,13 +414,13 @@ def _mark(folder: Any, text: str) -> None:
     except FileExistsError:
         if not _has_mark(folder, text):
             raise
-    # Before anything is written there, which could not be removed without it.
+    # Before anything else is written there: without the mark, nothing can be removed.
     sync(folder / _MARK)
     sync(folder)
 
 
 def _remove(folder: Any) -> None:
-    """Remove our files in the folder of a checkpoint, and it, unless there are others."""
+    """Remove our files in a checkpoint's folder, and the folder if no others are left."""
     for path in [*folder.iterdir()]:
         if path.name not in _OURS or os.path.islink(path):
             continue
@@ -432,7 +432,7 @@ def _remove(folder: Any) -> None:
             path.unlink(missing_ok=True)
     if not is_remote(folder):
         sync(folder)
-    # Last, so that the rest of what is interrupted here can be removed, too.
+    # The mark goes last: if this is interrupted, the rest can still be removed.
     (folder / _MARK).unlink(missing_ok=True)
     if not is_remote(folder):
         with contextlib.suppress(OSError):
@@ -455,22 +455,23 @@ def _remove_state(folder: Any) -> None:
 
 # One program at a time
 
-#: How long file servers keep the lock of a host that is gone, at most.
+#: The longest that file servers keep the lock of a host that is gone.
 _GRACE_SECONDS = 120.0
 
-#: The file in the folder. What it says is only for messages.
+#: The file in the folder that is locked. Its text is only for messages.
 _LOCK = "lock"
 _BEGINS = b"process "
-#: Not through a link, which may lead to a file that is not ours to write to.
+#: A link is not followed, since it may lead to a file that is not ours to write to.
 _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 #: The locked files of this process. The system unlocks them when it ends, however it ends.
 _HELD: dict[str, int] = {}
 
 
 class FolderLock:
-    """Keeps other programs from writing to a folder; those of this process share the lock.
+    """Keeps other programs from writing to a folder.
 
-    Object stores, and file systems without locks, are left unlocked.
+    All objects for a folder in this process share one lock. Object stores, and file systems
+    without locks, are left unlocked.
 
     **Arguments:**
 
@@ -487,14 +488,14 @@ class FolderLock:
         self.holder: str | None = None
 
     def acquire(self) -> bool:
-        """Lock the folder, which must exist; return whether no other program has it.
+        """Lock the folder, which must exist; return false if another program has it.
 
-        If one does, `holder` says what is known of it.
+        Then `holder` says what is known of that program.
         """
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))
-        # It may be held by another path, through a link.
+        # This process may hold it by another path, through a link.
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return True
         began = time.monotonic()
@@ -510,7 +511,7 @@ class FolderLock:
         return True
 
     def _try(self) -> str | None:
-        """Lock the folder; return what is known of who has it, if another does."""
+        """Lock the folder; if another program has it, return what is known of that."""
         while True:
             file = os.open(self._path, _OPEN, 0o666)
             if not _lock(file):
@@ -518,14 +519,14 @@ class FolderLock:
                     for _ in range(10):
                         if text := locked.read(200):
                             return text.decode(errors="replace")
-                        time.sleep(0.1)  # It is about to say.
+                        time.sleep(0.1)  # That program is about to write its name.
                 return "another program"
             if _is_at(file, self._path):
                 break
-            os.close(file)  # Another program has released, and so removed, it.
+            os.close(file)  # Another program has released the lock, and removed the file.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        # It may be empty, or zeros: that of a program that was killed just here, of a full
-        # disk, or from before a loss of power.
+        # The file may be empty, or zeros, after a program was killed just here, on a full
+        # disk, or after a loss of power.
         if not _BEGINS.startswith(os.read(file, len(_BEGINS)).rstrip(b"\0")):
             os.close(file)
             raise OSError(f"{self._path} is not a lock of eqxshard")
@@ -538,7 +539,7 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Let others write to the folder, if it is not claimed, and this has locked it."""
+        """Let others write to the folder, if no run claims it and this has locked it."""
         if self.claims or self._file is None:
             return
         if _HELD.get(self._path) == self._file:
@@ -550,19 +551,19 @@ class FolderLock:
 
 
 def _is_lock(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a lock that a program of ours has, or had when it was killed."""
+    """True if a file is a lock that a program of ours has, or had when it was killed."""
     with open_file(path) as file:
         return file.read(len(_BEGINS)) == _BEGINS
 
 
 def _is_elsewhere(holder: str) -> bool:
-    """Whether another host has a lock: a file server may keep that of one that died."""
+    """True if another host has a lock: a file server may keep that of one that died."""
     _, known, host = holder.partition(" on ")
     return bool(known) and host.partition(" since ")[0] != platform.node()
 
 
 def _lock(file: int) -> bool:
-    """Lock a file unless another process has; where there are no locks, it is as if."""
+    """Lock a file; false if another process has. Without locks here, always true."""
     try:
         import fcntl  # Windows has none.
 
@@ -575,7 +576,7 @@ def _lock(file: int) -> bool:
 
 
 def _is_at(file: int, path: str) -> bool:
-    """Whether an open file is the one at a path."""
+    """True if an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -583,7 +584,7 @@ def _is_at(file: int, path: str) -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked process, such as a data worker, must not keep the locks of its parent."""
+    """Close the locks of the parent in a forked process, such as a data worker."""
     for file in _HELD.values():
         os.close(file)
     _HELD.clear()
@@ -602,11 +603,11 @@ _SMALL, _LARGE = ("loss", "error", "perplexity"), ("accuracy", "acc")
 
 
 def best_mode(metric: str, mode: Mode | None) -> Mode:
-    """The mode that was given for a metric, or the one that its name leaves no doubt of.
+    """The mode that was given for a metric, or the one that its name tells.
 
     **Raises:**
 
-    `ValueError` if the mode is not known, or has to be said.
+    `ValueError` if the mode is unknown, or missing where the name does not tell.
     """
     if mode in ("min", "max"):
         return mode
@@ -627,6 +628,6 @@ def best_mode(metric: str, mode: Mode | None) -> Mode:
 
 
 def best_of(values: Mapping[int, float], mode: Mode) -> int | None:
-    """The step with the best value; of equals, the first; `None` of no values."""
+    """The step with the best value, the first of equals; `None` if there are no values."""
     sign = 1 if mode == "max" else -1
     return max(values, key=lambda step: (sign * values[step], -step), default=None)

@@ -1,4 +1,4 @@
-"""What lies beside the arrays of a checkpoint: its description, and its checksums.
+"""The two files beside the arrays of a checkpoint: its description, and its checksums.
 
 The description is readable, and says what is there. The checksums, written last, mark a
 folder as complete on any file system. (Renaming a finished folder would not do on object
@@ -39,12 +39,12 @@ from ._arrays import DamageError
 
 #: The file in a checkpoint's folder.
 DESCRIPTION = "description.json"
-#: The format of checkpoints. Before there were numbers, there was 1.
+#: The format of checkpoints. A description that does not say is of format 1.
 _FORMAT = 2
 
 
 class FormatError(UsageError):
-    """A checkpoint of a later version, in a format that is not known here."""
+    """A checkpoint is of a later version of eqxshard, in a format that is unknown here."""
 
 
 def describe(
@@ -57,7 +57,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the state of a step, as JSON values.
 
-    - `format`, `version`: of the checkpoint, and of eqxshard, which wrote it.
+    - `format`, `version`: the format of the checkpoint, and the version of eqxshard.
     - `step`: the number of steps taken.
     - `metrics`: the metrics of this state, finite values only.
     - `loader`: the loader's position, as [`eqxshard.Loader.state`][] returns it, if there
@@ -65,7 +65,7 @@ def describe(
     - `mesh`: the sizes of the mesh's axes.
     - `leaves`: for each array, by path, its shape, dtype and spec.
     - `callbacks`: the states of the run's callbacks, by name.
-    - `renamed`: what restores have renamed since the run began, each in a dict.
+    - `renamed`: the renames of restores since the run began, a dict for each.
     """
     for path, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
@@ -90,7 +90,7 @@ def describe(
 
 
 def parse_description(text: str | bytes) -> dict[str, Any]:
-    """Read a description; raise `ValueError` if it is not one, or of a later format."""
+    """Read a description; raise `ValueError` if it is not one, or is of a later format."""
     try:
         found = parse_json(text)
         if (number := found.get("format", 1)) > _FORMAT:
@@ -99,11 +99,12 @@ def parse_description(text: str | bytes) -> dict[str, Any]:
                 f"this is eqxshard {_version()}, which reads formats up to {_FORMAT}; "
                 "update eqxshard, or use another folder."
             )
+        # Each of these raises an error if it finds another type than it needs.
         for leaf in found["leaves"].values():
             abstract_array(leaf)
         for value in (found["step"], *found["metrics"].values(), *found["mesh"].values()):
             math.isfinite(value)
-        # Those of earlier versions renamed nothing.
+        # Earlier versions could not rename.
         renamed = found.setdefault("renamed", [])
         for part in (found["loader"] or {}, found["callbacks"], *renamed):
             part.keys()
@@ -135,7 +136,7 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     if "impl" in described:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
     elif not any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, bool)):
-        raise UsageTypeError(f"{dtype!r} is no dtype of an array")
+        raise UsageTypeError(f"{dtype!r} is not the dtype of an array")
     return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
 
 
@@ -143,9 +144,10 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
 
 #: The file that marks a folder as complete, with a line for every other file.
 CHECKSUMS = "checksums.txt"
-#: The files that TensorStore verifies: chunks in an object store, or of a process.
+#: The files that TensorStore verifies when it reads them: the chunks of each process, and
+#: those that earlier versions wrote to object stores.
 _VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c\w*/d/")
-#: Those that are no larger are hashed nevertheless.
+#: Files that are no larger are hashed nevertheless.
 _SMALL_BYTES = 2**20
 
 
@@ -158,7 +160,7 @@ def write_checksums(folder: Any) -> None:
     """
     marks = _mark(_files(folder))
     lines = [f"{mark}  {name}\n" for name, mark in sorted(marks.items())]
-    # A list that was cut short would say less, and nothing wrong.
+    # The number of files, because a list that was cut short would look whole.
     write_at_once(folder / CHECKSUMS, "".join([f"# {len(lines)} files\n", *lines]))
 
 
@@ -166,12 +168,12 @@ def invalidate(folder: Any) -> None:
     """Mark a folder as incomplete, before removing it, which takes a while."""
     (folder / CHECKSUMS).unlink(missing_ok=True)
     if not is_remote(folder):
-        # A loss of power could undo this, and not what is removed next.
+        # Otherwise a loss of power could undo this, but not what is removed next.
         sync(folder)
 
 
 def is_complete(folder: Any) -> bool:
-    """Whether a folder was completed, whatever has happened to it since."""
+    """True if a folder was completed, whatever has happened to it since."""
     # Not `exists`, which takes an error of the file system for absence.
     try:
         return any(path.name == CHECKSUMS for path in folder.iterdir())
@@ -183,8 +185,8 @@ def verify(folder: Any) -> None:
     """Raise `DamageError` if a folder differs from when it was completed.
 
     Of large files of arrays, the sizes are compared; their chunks are verified when they
-    are read. Files that were added do not count, such as notes of the user's. What cannot
-    be read is tried again, and is then another error.
+    are read. Files that were added do not count, such as notes of the user's. A file that
+    cannot be read is tried again; if that fails, its own error is raised.
     """
     if (odd := with_retries(partial(odd_file, folder))) is not None:
         raise DamageError(odd)
@@ -204,8 +206,8 @@ def verify(folder: Any) -> None:
 
 
 def _parse(text: str) -> dict[str, str]:
-    """What a list says of each file; `ValueError` if it is not a whole list."""
-    # Those of earlier versions do not begin with the number of files.
+    """The mark of each file in a list; `ValueError` if the list is not whole."""
+    # Lists of earlier versions do not begin with the number of files.
     count = re.match(r"# (\d+) files\n", text)
     marks = (
         line.split("  ", 1) for line in text[count.end() if count else 0 :].splitlines()
@@ -217,12 +219,12 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def _mark(files: Mapping[str, Any], written: Mapping[str, str] = {}) -> dict[str, str]:
-    """What the list says of each file: its digest, or `#` and its size.
+    """The mark of each file in the list: its digest, or `#` and its size.
 
     **Arguments:**
 
-    - `files`: by name.
-    - `written`: what the list says already.
+    - `files`: the files by name.
+    - `written`: the marks of an earlier list, whose kinds are kept.
     """
     # One core does a gigabyte a second.
     with ThreadPoolExecutor() as threads:
@@ -234,7 +236,7 @@ def _mark(files: Mapping[str, Any], written: Mapping[str, str] = {}) -> dict[str
 
 
 def _mark_of(name: str, file: Any, written: str) -> str:
-    # What was hashed is hashed again. For sha256sum, the other lines are comments.
+    # A file that was hashed is hashed again. Lines with sizes are comments for sha256sum.
     if written.startswith("#") and _VERIFIED_WHEN_READ.match(name):
         size = file.stat().length
         if size > _SMALL_BYTES:
@@ -243,7 +245,7 @@ def _mark_of(name: str, file: Any, written: str) -> str:
 
 
 def _files(folder: Any, prefix: str = "") -> dict[str, Any]:
-    """By name, every file but that of the checksums."""
+    """Every file in a folder but that of the checksums, by its path there."""
     files: dict[str, Any] = {}
     for path in folder.iterdir():
         name = prefix + path.name

@@ -1,4 +1,4 @@
-"""Which saved arrays become which of a state: renamed, initialized, dropped, compared."""
+"""Matches saved arrays with those of a state: some are renamed, initialized or dropped."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ Unused = Literal["error", "drop"]
 
 
 class Changed(NamedTuple):
-    """What a restore changed, by path."""
+    """The changes that a restore made, by path."""
 
     initialized: list[str]
     renamed: dict[str, str]
@@ -36,11 +36,11 @@ class Changed(NamedTuple):
 
 @dataclass(frozen=True)
 class Changes:
-    """What a restore is asked to change.
+    """The changes that a restore may make.
 
     - `rename`: the new path of what was saved at a path or below it; `None` to drop it.
-    - `missing`: `"init"` if arrays are initialized that the checkpoint lacks.
-    - `unused`: `"drop"` if arrays are dropped that only the checkpoint has.
+    - `missing`: `"init"` to initialize arrays that the checkpoint lacks, or `"error"`.
+    - `unused`: `"drop"` to drop arrays that only the checkpoint has, or `"error"`.
     """
 
     rename: Mapping[str, str | None]
@@ -68,17 +68,18 @@ class Changes:
 
         - `wanted`: arrays or `jax.ShapeDtypeStruct`s by path.
         - `saved`: those of the checkpoint, as its description has them.
-        - `done`: what was renamed already, which is not done twice if it fits without.
-        - `where`: how errors call the checkpoint.
+        - `done`: the renames that the run has made. One of them is not made again if the
+            checkpoint fits without it.
+        - `where`: the name of the checkpoint in errors.
 
         **Returns:**
 
-        The saved path of each wanted one that was saved, and what changes.
+        The saved path of each wanted array that was saved, and the changes.
 
         **Raises:**
 
-        `ValueError` naming what does not fit and may not change, or a `rename` that makes
-        no sense.
+        `ValueError` naming what does not fit and may not change, or a `rename` of a path
+        that was not saved, or of two arrays to one path.
         """
         if self.rename and self.rename in done:
             with contextlib.suppress(ValueError):
@@ -128,11 +129,11 @@ class Changes:
                 raise UsageError(
                     f"{where} has nothing at {old}, which rename= names; "
                     f"{did_you_mean(old, beginnings)}use the path of an array there, or "
-                    "what such paths begin with."
+                    "the beginning of one."
                 )
         for old in saved:
             new = _move(old, self.rename)
-            # What an optimizer keeps of a parameter goes with it.
+            # What an optimizer keeps for a parameter moves with it.
             if new is not None and (found := paths.parameter(old, saved)):
                 before, parameter, after = found
                 follows = _move(parameter, self.rename)
@@ -141,7 +142,7 @@ class Changes:
                 elif follows != parameter:
                     _, _, rest = paths.split(follows)
                     other = _move(".".join((*before, *rest, *after)), self.rename)
-                    # What is called as a parameter is may be something else.
+                    # A path that looks like a parameter's may be of something else.
                     new = other if other in wanted or new not in wanted else new
             yield old, new
 
@@ -167,7 +168,7 @@ class _Paths:
         self._every = every
 
     def split(self, path: str) -> tuple[list[str], str, list[str]]:
-        """The path of a state, the field of it, and the path in that."""
+        """The path of a state, one of its fields, and the path in that field."""
         parts = path.split(".")
         for i, field in enumerate(parts):
             if ".".join((*parts[:i], "step")) in self._every:
@@ -179,12 +180,12 @@ class _Paths:
     ) -> tuple[list[str], str, list[str]] | None:
         """The parameter that a part of an optimizer's state belongs to.
 
-        Such states have trees like that of the parameters in them, so the path of a
-        parameter is a part of theirs: the longest that is one, and the last of these.
+        An optimizer's state has trees like that of the parameters in it, so the path of a
+        parameter is a part of `path`. The longest such part counts, the last of equals.
 
         **Returns:**
 
-        What is before it in the path, its own path in the model, and what is after it.
+        The parts of the path before it, its path in the model, and the parts after it.
         """
         root, field, rest = self.split(path)
         if field != "opt_state":
@@ -218,7 +219,7 @@ def fill(
 
 
 def _remedy(lacks: Collection[str], has: Collection[str]) -> str:
-    """What to write if the differences are meant."""
+    """The options to give if the differences are intended."""
     if not lacks and not has:
         return (
             "give rename={PATH: None} and missing='init' to begin anew with what has "
@@ -250,9 +251,9 @@ def _check_structure(
     wanted: Mapping[str, Any],
     saved: Mapping[str, Mapping[str, Any]],
     where: str,
-    remedy: str = "read a part of it",
+    remedy: str,
 ) -> None:
-    """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
+    """Raise `ValueError` naming the arrays that only one of the two has, or that differ."""
     faults = []
     # In the model's order; the optimizer's state, which repeats its faults, comes later.
     for path in dict.fromkeys((*wanted, *saved)):
@@ -272,7 +273,7 @@ def _check_structure(
 
 
 def describe_difference(path: str, saved: Any, leaf: Any, where: str) -> str | None:
-    """A phrase if a saved array cannot become a leaf: floating-point types convert."""
+    """A phrase if a saved array cannot become a leaf. Floating-point types convert."""
     alike = saved.dtype == leaf.dtype or any(
         jnp.issubdtype(saved.dtype, kind) and jnp.issubdtype(leaf.dtype, kind)
         for kind in (jnp.floating, jnp.complexfloating)

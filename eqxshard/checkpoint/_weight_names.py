@@ -1,4 +1,4 @@
-"""What the arrays of a model are called in a file, and which of a file's are a model's."""
+"""The names of a model's arrays in a file of weights, and a report of those that fit."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ Transform = Callable[[str, Any], Any]
 class Names(NamedTuple):
     """The names in a file of one array of a model.
 
-    - `path`: the array's, in the model.
-    - `names`: with a `*` for the numbers along each of the array's first dims.
+    - `path`: the path of the array in the model.
+    - `names`: the names, with a `*` for the numbers along each of the array's first dims.
     - `is_list`: whether `rename` returned a list: `transform` joins or splits arrays.
     - `depth`: the number of dims that the stars stand for.
     - `layers`: the names with numbers for the stars, by these numbers.
@@ -43,7 +43,7 @@ class Names(NamedTuple):
         return value if self.transform is None else self.transform(self.path, value)
 
     def read(self, arrays: Mapping[str, np.ndarray], layer: Sequence[str]) -> np.ndarray:
-        """One layer of the array, from those of a file."""
+        """One layer of the array, made of arrays of a file."""
         found = [arrays[name] for name in layer]
         return np.asarray(self.apply(found if self.is_list else found[0]))
 
@@ -51,7 +51,7 @@ class Names(NamedTuple):
 def find_names(
     leaves: Mapping[str, Any], rename: Rename | None, transform: Transform | None
 ) -> dict[str, Names]:
-    """The names of each array of a model that is not left alone, by its path.
+    """The names of each array of a model that `rename` does not leave out, by its path.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def _parse(
     stars = max((name.count("*") for name in names), default=0)
     if stars > len(shape):
         raise UsageError(
-            f"{path} has the shape {[*shape]}, and {first_few(names)} more stars than "
+            f"{path} has the shape {[*shape]}, and {first_few(names)} has more stars than "
             "that; each stands for the numbers along one dim."
         )
     layers = {
@@ -110,7 +110,7 @@ def _fill_stars(name: str, numbers: tuple[int, ...]) -> str:
 def _substitute(
     paths: Sequence[str], patterns: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Apply regular expressions in turn."""
+    """Apply regular expressions to paths, in turn."""
     names: dict[str, str | None] = {path: path for path in paths}
     for pattern, replacement in patterns.items():
         found = {
@@ -207,7 +207,7 @@ def match_weights(
 
 def _find_fault(arrays: Mapping[str, np.ndarray], names: Names, leaf: Any) -> str | None:
     """A sentence if a model's array has another shape or type in the file."""
-    # All layers are made alike, so that one has to be made to know their shape.
+    # All layers are made alike, so making one tells the shape of each.
     layers = [*names.layers.values()]
     kinds = {first_few([format_array(arrays[name]) for name in each]) for each in layers}
     if len(kinds) > 1:

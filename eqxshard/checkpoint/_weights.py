@@ -69,9 +69,9 @@ def save_weights(
     r"""Write a model's arrays to a safetensors file (Hugging Face).
 
     Each array is named by its path, such as `layers.0.weight`, and written whole, however
-    it is sharded. One after the other is fetched and written, so the host needs memory for
-    one array (one layer of it for a `*`), not for the model. With several processes, all
-    must call this, and process 0 writes.
+    it is sharded. The arrays are fetched and written one by one, so the host needs memory
+    for one array (one layer of it for a `*`), not for the model. With several processes,
+    all must call this, and process 0 writes.
 
     Other libraries have other names and layouts: `rename` and `transform` are the inverse
     of those for [`eqxshard.load_weights`][].
@@ -88,14 +88,14 @@ def save_weights(
         list of names, for an array that `transform` divides.
     - `transform`: `transform(path, array)` changes an array, one layer for a `*`, before
         it is written; where there is a list of names, it returns a list of arrays. It is
-        called once more before, for the shapes.
+        also called once before with zeros, for the shapes.
 
     **Raises:**
 
     `OSError` if a file cannot be written; `ValueError` if an index of other weights is
     beside it, such as `model.safetensors.index.json`, two arrays have the same path or
     name, one has a dtype that safetensors lacks, such as random keys, or the model was
-    donated to a step.
+    donated to a step; `TypeError` if `rename` returns something other than names.
 
     !!! Example
 
@@ -113,7 +113,7 @@ def save_weights(
     found.sort(key=lambda names: (-leaves[names.path].dtype.itemsize, names.path))
     header = _header(_transformed(found, leaves, _zeros))
     arrays = _transformed(found, leaves, _fetch)
-    # It would be read instead of the file, and is not ours to remove.
+    # An index would be read instead of the file, and is not ours to remove.
     index = file.with_name(f"{file.name}.index.json")
     if broadcast_from_first(os.path.lexists(index)):
         raise UsageError(
@@ -127,7 +127,7 @@ def save_weights(
     except OSError as first:
         error = first
     if jax.process_count() > 1:
-        # Each is fetched by all processes, even if process 0 cannot write it.
+        # Each array is fetched by all processes, even if process 0 cannot write it.
         for _ in arrays:
             pass
     fault = broadcast_from_first(None if error is None else error.strerror or str(error))
@@ -160,9 +160,9 @@ def load_weights(
     - `like`: a model of arrays or of `jax.ShapeDtypeStruct`s, such as the `model` of
         [`eqxshard.abstract_state`][], whose shardings say what each device reads.
         Floating-point types may differ from the file's.
-    - `rename`: leads from the model to the file: from a path, such as
-        `blocks.0.up.weight`, to the name there. A function of the path; or a mapping from
-        regular expressions to replacements, which are applied in turn, as by `re.sub`.
+    - `rename`: leads from an array's path in the model, such as `blocks.0.up.weight`, to
+        its name in the file: a function of the path; or a mapping from regular
+        expressions to replacements, which are applied in turn, as by `re.sub`.
         `None` instead of a name leaves the array as it is in `like`. A `*` in a name
         stands for the numbers from 0: the arrays `h.*.up.weight` are stacked along a
         first dim, as in the layers for [`eqxshard.scan_layers`][]. A function may also
@@ -171,8 +171,8 @@ def load_weights(
         stacked, given the path in the model; where there is a list of names, it gets the
         list of arrays, and returns one. The arrays are NumPy views of the file, so
         transposing, slicing and splitting read nothing. (Arithmetic and joining read the
-        arrays of one layer whole into the host's memory.) It is called once more before,
-        for the shapes.
+        arrays of one layer whole into the host's memory.) It is also called once before,
+        for the shape.
     - `partial`: let the model, the file, or both have arrays that the other does not have.
         They are named in a warning in the log.
     - `ignore`: a regular expression, or several, for the names of arrays that the file may
@@ -189,7 +189,7 @@ def load_weights(
     `FileNotFoundError` if a file is missing; `ValueError` if one is damaged or of
     another format, or the arrays are not those of `like`: it names those that are
     missing, superfluous or of another shape. `TypeError` if `like` is a whole state, or
-    `rename` returns something else.
+    `rename` returns something other than names.
 
     !!! Example
 
@@ -292,12 +292,12 @@ def _transformed(
 
 
 def _zeros(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
-    """Something of the shape and dtype of one layer, which takes no memory."""
+    """Zeros of the shape and dtype of one layer, which take no memory."""
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape[len(numbers) :])
 
 
 def _fetch(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
-    """One layer, of which the array itself keeps no copy on the host."""
+    """One layer on the host, fetched from a copy: an array keeps fetched values there."""
     return fetch_whole(
         _layer(leaf, [*map(np.array, numbers)]) if numbers else jnp.copy(leaf)
     )
@@ -312,8 +312,8 @@ def _layer(leaf: jax.Array, numbers: list[jax.Array]) -> jax.Array:
 
 
 def _header(arrays: _Arrays) -> dict[str, Any]:
-    """What a file says of its arrays before their values."""
-    # What Hugging Face's libraries write, and some insist on.
+    """The header of a file: the dtype, the shape and the place of each array."""
+    # Hugging Face's libraries write this, and some insist on it.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for path, name, array in arrays:
@@ -350,9 +350,9 @@ def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
         with part.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for _, name, array in arrays:
-                assert [*array.shape] == header[name]["shape"], "its shape was another"
+                assert [*array.shape] == header[name]["shape"], "its shape has changed"
                 file.write(np.ravel(array).view(np.uint8).data)
-        # Or a loss of power could leave neither this file nor the one before it.
+        # Otherwise a loss of power could leave neither this file nor the one before it.
         sync(part)
         part.replace(path)
         sync(path.parent)
@@ -414,14 +414,14 @@ def _map_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays of one file."""
     from safetensors import safe_open
 
-    # Neither a FIFO nor a device.
+    # It must be neither a FIFO nor a device.
     open_file(path).close()
     if path.suffix != ".safetensors":
         raise UsageError("its name must end in .safetensors")
     # Validates the header.
     with safe_open(path, "np"):
         pass
-    # It cannot read 8-bit floats into NumPy. A memory map can, and reads only parts.
+    # That cannot read 8-bit floats into NumPy. A memory map can, and reads only parts.
     with open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))

@@ -1,7 +1,7 @@
 """Writes checkpoints in a thread while training continues.
 
-The processes share a folder, and no barrier: each leaves a file there once its part is
-written, or could not be.
+The processes share a folder, and no barrier: each leaves a file there once it has written
+its part, or failed to.
 """
 
 import contextlib
@@ -34,27 +34,27 @@ _LOG = logging.getLogger(__name__)
 #: A chunk has at most this many bytes, if the array's part on a device can be halved. Those
 #: in an object store, which takes a while to answer, are larger.
 _CHUNK_BYTES, _OBJECT_BYTES = 2**21, 2**26
-#: How much longer than this process itself to wait for the others.
+#: How much longer to wait for the other processes than this one took.
 _PATIENCE_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 
 
 class Save:
-    """A save that has begun; `result` writes.
+    """A save that has begun: it holds copies of the arrays, and `result` writes them.
 
     **Arguments:**
 
     - `folder`: an `etils.epath.Path`, in which no process has written yet.
     - `leaves`: the arrays by path. Their parts are copied here, so they may be donated.
-    - `name`: its own, of all processes: nothing of another save of this step is taken for
-        its, whenever that was written.
+    - `name`: the name of this save, the same in all processes. No other save has it, so
+        files that another save of this step left are not taken for this one's.
     """
 
     def __init__(self, folder: Any, leaves: Mapping[str, jax.Array], name: str):
         arrays = {
             path: jax.random.key_data(leaf) if is_key(leaf) else leaf
             for path, leaf in leaves.items()
-            # There is nothing to save of empty ones.
+            # Empty arrays have nothing to save.
             if leaf.size
         }
         self._folder, self._name = folder, name
@@ -64,7 +64,7 @@ class Save:
         )
 
     def give_up(self) -> None:
-        """Write no more, and wait for other processes no longer."""
+        """Stop writing, and stop waiting for other processes."""
         self.given_up.set()
 
     def result(self) -> None:
@@ -72,14 +72,15 @@ class Save:
 
         **Raises:**
 
-        What writing the part raised; `OSError` if another process could not write its own,
-        or did not in time.
+        Any error of writing this process's parts; `OSError` if another process could not
+        write its own, or did not in time.
         """
         began = time.monotonic()
         try:
             self._write()
         except Exception as error:
-            # The others must not wait for it; if they gave up, the folder may be gone.
+            # The others must not wait for this process. If they gave up, the folder may be
+            # gone.
             if not self.given_up.is_set():
                 with contextlib.suppress(Exception):
                     self._tell_others(_said(error))
@@ -101,7 +102,7 @@ class Save:
         return self._folder / WRITTEN / self._name
 
     def _tell_others(self, fault: str) -> None:
-        """Leave this process's file, which says why it could not write, or nothing."""
+        """Leave this process's file: the reason why it could not write, or nothing."""
         if jax.process_count() > 1:
             self._marks.mkdir(parents=True, exist_ok=True)
             write_at_once(self._marks / str(jax.process_index()), fault)
@@ -128,10 +129,10 @@ class Save:
 
 
 def _said(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The text of an error, in one line."""
     text = str(error)
     if not isinstance(error, UsageError | OSError):
-        # TensorStore's, mostly `ValueError`s, end with what it was asked to do.
+        # Errors of TensorStore, mostly `ValueError`s, end with the request that failed.
         text = text.partition(" [")[0]
     return " ".join(text.split())[:300].rstrip(".") or type(error).__name__
 
@@ -141,11 +142,11 @@ def _said(error: Exception) -> str:
 #: How long processes wait for a checkpoint before they ask each other how it goes.
 _TOGETHER_SECONDS = 2.0
 
-#: How often they ask each other whether a save that has failed has ended in each, whose
-#: file system may hang.
+#: How often they ask each other whether a failed save has ended in all of them: the file
+#: system of one may hang.
 _QUESTIONS = 30
 
-#: Stands in what TensorStore says among codes and the paths of its own files.
+#: The part of an error of TensorStore that a user needs; around it are codes and paths.
 _DISK_IS_FULL = "No space left on device"
 
 
@@ -154,7 +155,7 @@ class CheckpointWriter:
 
     **Arguments:**
 
-    - `folder`: the run's checkpoints.
+    - `folder`: the folder of the run's checkpoints.
     - `outdated`: called with the step of a new checkpoint, returns the steps whose
         checkpoints to remove.
     """
@@ -183,9 +184,9 @@ class CheckpointWriter:
         **Arguments:**
 
         - `leaves`: the arrays by their paths.
-        - `trained`: the paths of those that must not be infinite. Others may be, such as
+        - `trained`: the paths of arrays that must not be infinite. Others may be, such as
             the best loss so far, but not NaN.
-        - `description`: what is written beside them.
+        - `description`: the description that is written beside the arrays.
         """
         self.settle()
         self._error, self._is_settled = None, False
@@ -212,7 +213,8 @@ class CheckpointWriter:
             if is_main_process():
                 self._clean()
             return
-        # About to be replaced; all processes must agree on what is damaged.
+        # A damaged checkpoint of this step is about to be replaced; all processes must
+        # agree on which ones are damaged.
         self._folder.damaged.pop(step, None)
         try:
             save = Save(self._folder.at(step), leaves, name)
@@ -262,7 +264,7 @@ class CheckpointWriter:
             if have_ended:
                 self._clean()
         if not is_done:
-            # Its file system hangs.
+            # Its file system hangs: the next save gets a thread of its own.
             self._thread = None
         self._error = errors[0] if errors else None
         self._pending = self._current = None
@@ -289,7 +291,7 @@ class CheckpointWriter:
         self._remove_old(lambda: [*map(self._folder.remove, self._outdated(step))])
 
     def _remove_old(self, remove: Callable[[], Any]) -> None:
-        """Call a function that removes old checkpoints; a new one does not need it."""
+        """Call a function that removes old checkpoints; log an error, and go on."""
         try:
             remove()
         except Exception as error:
@@ -298,7 +300,7 @@ class CheckpointWriter:
     def _fail(self, step: int, error: Exception) -> None:
         """Report that this process cannot write a checkpoint."""
         self._report_failure(step, error)
-        # Otherwise the others may be writing still.
+        # Other processes may still be writing.
         if jax.process_count() == 1:
             self._clean()
 
@@ -328,7 +330,7 @@ class CheckpointWriter:
 
 
 def _find_flawed(leaves: Mapping[str, Array], trained: Container[str]) -> list[str]:
-    """The paths of arrays with numbers that they must not have, in any process."""
+    """The paths of arrays that have NaNs, or forbidden infinities, in any process."""
     flaws = {
         path: _has_flaw(leaf, path in trained)
         for path, leaf in leaves.items()
@@ -339,10 +341,11 @@ def _find_flawed(leaves: Mapping[str, Array], trained: Container[str]) -> list[s
 
 
 def _has_flaw(leaf: Array, is_trained: bool) -> Any:
-    """Whether an array is NaN somewhere or, if it is trained, infinite."""
+    """True if an array is NaN somewhere or, if it is trained, infinite."""
     if next(iter(leaf.devices())).platform != "cpu":
         return _find_on_devices(leaf, is_trained, jnp)
-    # A program for each shape would take seconds to compile, to read memory of the host.
+    # The memory is the host's, so NumPy can read it: a program for each shape would take
+    # seconds to compile.
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     return any(_find_flaw(np.asarray(shard.data), is_trained, np) for shard in shards)
 
@@ -350,7 +353,7 @@ def _has_flaw(leaf: Array, is_trained: bool) -> Any:
 def _find_flaw(x: Any, is_trained: bool, numpy: Any) -> Any:
     if not is_trained:
         return numpy.any(numpy.isnan(x))
-    # Minus infinity is what a mask holds, which may count as trained.
+    # A mask may count as trained, and holds minus infinity.
     return ~numpy.all(numpy.isfinite(x) | (x == -numpy.inf))
 
 

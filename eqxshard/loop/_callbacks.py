@@ -62,7 +62,7 @@ class Callback:
         """Called once, when the run ends, whatever ended it."""
 
     def state(self) -> dict[str, Any]:
-        """What to save with each checkpoint, as JSON values."""
+        """JSON values to save with each checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Callback:
         return None if self.every is None else (step // self.every + 1) * self.every
 
 
-#: The skipped steps of a run, among the states of its callbacks. (No class can have it.)
+#: The name of the skipped steps among the states of callbacks; no class can have this name.
 _SKIPPED = "skipped steps"
 
 
@@ -91,7 +91,7 @@ class CallbackList:
     **Arguments:**
 
     - `callbacks`: called in order.
-    - `loop`: what they are called with.
+    - `loop`: the run, which they are called with.
     """
 
     def __init__(self, callbacks: Sequence[Callback], loop: Loop):
@@ -109,16 +109,16 @@ class CallbackList:
         self._call("after_step", due)
 
     def after(self, event: str) -> None:
-        """Call a method of all that have it."""
+        """Call a method of all callbacks that override it."""
         self._call(f"after_{event}", self._with_own(f"after_{event}"))
 
     def next_step(self, step: int) -> int | None:
-        """The next step after `step` that one of them is to be called at."""
+        """The next step after `step` that a callback is to be called at."""
         steps = [each.next_step(step) for each in self._at_steps]
         return min((step for step in steps if step is not None), default=None)
 
     def state(self) -> dict[str, Any]:
-        """What they save with a checkpoint, by name, and the steps that were skipped."""
+        """The states to save with a checkpoint, by name, and the skipped steps."""
         states = {name: each.state() for name, each in _named(self._callbacks).items()}
         states[_SKIPPED] = self._loop.report.skipped.state()
         return {name: state for name, state in states.items() if state}
@@ -145,13 +145,13 @@ class CallbackList:
             loop.agree()
 
     def _with_own(self, method: str) -> list[Callback]:
-        """Those that override a method."""
+        """The callbacks that override a method."""
         base = getattr(Callback, method)
         return [each for each in self._callbacks if getattr(type(each), method) is not base]
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """By the name of the class, with a number from the second of its kind on."""
+    """The callbacks by the names of their classes, numbered from a class's second on."""
     named: dict[str, Callback] = {}
     for each in callbacks:
         name = type(each).__name__
@@ -168,12 +168,10 @@ def why_ended(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> str |
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse other things than callbacks."""
+    """Refuse anything that is not a callback."""
     if not isinstance(callbacks, Collection):
         what = type(callbacks).__name__
-        raise UsageTypeError(
-            f"callbacks= is a {what}; give a list, such as callbacks=[it]."
-        )
+        raise UsageTypeError(f"callbacks= is a {what}; give a list of callbacks.")
     for each in callbacks:
         if not isinstance(each, Callback):
             raise UsageTypeError(

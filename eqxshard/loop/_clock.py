@@ -1,4 +1,4 @@
-"""What a run does at each moment: where its wall time goes, and where it is stuck."""
+"""`Clock`: where the wall time of a run goes; and the watchdog of a run that is stuck."""
 
 import contextlib
 import faulthandler
@@ -30,11 +30,11 @@ Part = Literal[
 
 
 class Phase(NamedTuple):
-    """What a run does now.
+    """A phase of a run, such as an evaluation.
 
     - `part`: the part of the wall time that it counts for.
     - `what`: what the run waits for, in the words of the log.
-    - `since`: when it began, by `time.perf_counter`.
+    - `since`: when the phase began or last went on, by `time.perf_counter`.
     - `is_limited`: whether the watchdog ends a run that is in it for too long.
     """
 
@@ -45,7 +45,7 @@ class Phase(NamedTuple):
 
 
 class Clock:
-    """Knows what a run does, and splits its wall time: each moment counts for one part.
+    """Knows the phase of a run, and splits its wall time: each moment counts for one part.
 
     - `data`: waiting for batches.
     - `compile`: the first step, which is traced and compiled.
@@ -63,19 +63,19 @@ class Clock:
     """
 
     def __init__(self):
-        #: What the run does now; another object after each change.
+        #: The phase of the run; another object after each change.
         self.now = Phase("other", "the start", time.perf_counter())
-        #: What it did when an error ended a phase; `None` once another begins.
+        #: The phase that an error ended; `None` once another begins.
         self.failed: Phase | None = None
         #: The seconds of each part, up to the last change or reading.
         self.totals = dict.fromkeys(get_args(Part), 0.0)
-        #: The same at the last reading, which reports have the parts of.
+        #: `totals` at the last reading: a report has the seconds since then.
         self.at_last_reading = dict(self.totals)
         self._counted_until = self.now.since
 
     @contextlib.contextmanager
     def phase(self, part: Part, what: str, *, is_limited: bool = True) -> Iterator[None]:
-        """Count the time of a `with` block for a part; the watchdog sees what it is."""
+        """Count the time of a `with` block for a part; the watchdog reads `what`."""
         outer = self.now
         self.now, self.failed = Phase(part, what, self._count(), is_limited), None
         try:
@@ -106,8 +106,8 @@ def announced(what: str, *, in_logs: bool = False) -> Iterator[None]:
 
     **Arguments:**
 
-    - `what`: such as `compiling the train step`.
-    - `in_logs`: say it in a log, too, in a line of its own.
+    - `what`: the work that takes long, such as `compiling the train step`.
+    - `in_logs`: announce it in a log, too, in a line of its own.
     """
     begun = time.perf_counter()
     somebody_looks = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -150,7 +150,7 @@ def watch(clock: Clock, hang_seconds: float | None) -> Iterator[None]:
 
 
 def _look(clock: Clock, hang_seconds: float, ended: threading.Event) -> None:
-    """Look at the clock until the run has ended."""
+    """Look at the clock until the run has ended; end the process if it is stuck."""
     while not ended.wait(min(hang_seconds / 10, 1.0)):
         phase = clock.now
         waited = time.perf_counter() - phase.since

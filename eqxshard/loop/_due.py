@@ -32,13 +32,14 @@ class Schedule:
     """Decides which actions are due after each step of a run.
 
     - `last`: the step that the run ends at.
-    - `epochs`: which epoch each step is in; `None` if there are no epochs.
+    - `epochs`: the epoch that each step is in; `None` if there are no epochs.
     - `evaluate_every`: the number of steps between evaluations, each of which is
         reported; `"epoch"` for one after each epoch, `None` for no evaluation.
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
-    - `next_call`: the next step after a step that a callback is to be called at.
+    - `next_call`: from a step to the next one at which a callback is to be called; `None`
+        if there is none.
     """
 
     last: int
@@ -110,7 +111,7 @@ def evaluation_interval(
 
 
 def last_step(steps: int | None, epochs: int | None, of: Steps | None) -> int:
-    """The step that a run ends at; `of` says which epoch each is in."""
+    """The step that a run ends at; `of` says which epoch each step is in."""
     if (steps is None) == (epochs is None):
         raise UsageError("fit needs one of steps= and epochs=; give exactly one.")
     if steps is not None:

@@ -30,7 +30,7 @@ from ._tracker import numbers
 
 _LOG = logging.getLogger(__name__)
 
-#: Remedies for a host without memory, by what the run did.
+#: Remedies for a host that is out of memory, by the part of the clock.
 _OF_HOST = {
     "data": "use a smaller prefetch=, fewer threads in read_options=, fewer workers=, or a "
     "smaller batch.",
@@ -42,7 +42,7 @@ _OF_HOST = {
 
 def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     """Save the state after the last step of a run."""
-    # Those of an earlier step are not this state's.
+    # Metrics of an earlier step are not those of this state.
     metrics = numbers(shown(loop.report.values)) if loop.report.step == loop.step else {}
     with loop.clock.phase("checkpoint", f"the checkpoint of step {loop.step}"):
         position = Position.of(loop.loader, loop.step)
@@ -70,8 +70,8 @@ def announce_stop(loop: Loop) -> None:
 def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
     """Keep the state of a run, whatever error ends the `with` block.
 
-    It is saved. If that is not possible, the error gets it as its attribute `state`. If
-    the step that failed took it, the error says so.
+    The state is saved. If that is not possible, the error gets it as its attribute `state`.
+    If a step that failed took the state's arrays, the error says so.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_memory(loop: Loop, train_step: Any) -> Iterator[None]:
-    """Say of an error for want of memory what the run did, and what to do."""
+    """Note on an out-of-memory error what the run was doing, and what to do about it."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> No
         lost = "The state cannot be read any more: a step that failed took it; "
         error.add_note(f"{lost}{_where_to_resume(loop.checkpointer)}")
     elif loop.step == loop.first:
-        pass  # Nothing was taken yet.
+        pass  # No step was taken, so there is nothing to lose.
     elif loop.checkpointer and _is_saved(loop, callbacks, loop.checkpointer):
         # A signal has said so already.
         if isinstance(error, Exception):
@@ -148,13 +148,13 @@ def _where_to_resume(checkpointer: Checkpointer | None) -> str:
 
 
 def _is_readable(state: Any) -> bool:
-    """Whether a state can be read: no step took it, and the one that made it succeeded."""
+    """True if a state can be read: no step took it, and the one that made it succeeded."""
     arrays: list[Any] = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     if any_donated(arrays):
         return False
     if jax.process_count() > 1:
-        # The others may be gone, and what waits for them would wait forever. Arrays of
-        # keys cannot say whether they are ready.
+        # Other processes may be gone, and an array that needs them would never be ready.
+        # Arrays of keys cannot say whether they are.
         arrays = [x for x in arrays if not is_key(x) and x.is_ready()]
     try:
         jax.block_until_ready(arrays)
@@ -164,7 +164,7 @@ def _is_readable(state: Any) -> bool:
 
 
 def _is_saved(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> bool:
-    """Whether a run's state is saved, or could be now."""
+    """Save a run's state if it is not saved yet; return whether it is saved then."""
     try:
         # With several processes, only this one may have failed, and they save together.
         if loop.saved != loop.step and jax.process_count() == 1:
@@ -230,7 +230,7 @@ def _batch_of(loop: Loop, step: int) -> Any:
     try:
         return next(batches)
     finally:
-        # An iterator of the user's own need not have it.
+        # An iterator of the user's own need not have `close`.
         if close := getattr(batches, "close", None):
             close()
 
@@ -245,12 +245,12 @@ def give_up(loop: Loop, train_step: Any) -> NoReturn:
     what = "the first value that is not finite"
     try:
         with (
-            # To compile it may take far longer than a step, and the run has ended.
+            # The search may compile for far longer than a step takes; the run has ended.
             loop.clock.phase("other", f"the search for {what}", is_limited=False),
             announced(f"looking for {what}", in_logs=True),
         ):
             found = _find_first(loop, train_step, steps)
-    # Such as for want of memory.
+    # The search may run out of memory, for example.
     except Exception as error:
         raise NonfiniteError(
             f"{message}; {what} could not be found: {type(error).__name__}: {error}"
@@ -268,8 +268,8 @@ def _find_first(loop: Loop, train_step: Any, steps: list[int]) -> str:
     from ..debug._first_nonfinite import first_nonfinite
 
     precision = train_step.config.following(loop.state).precision
-    # Such steps change nothing but their number and the loss scale, which is nearest to
-    # what it was in the last of them.
+    # A skipped step changes nothing but the number of steps and the loss scale, which is
+    # now nearest to that of the last of them.
     step = steps[-1] if precision and precision.scales_loss else steps[0]
     number = jnp.full_like(loop.state.step, step - 1)
     state = replace(loop.state, step=number)

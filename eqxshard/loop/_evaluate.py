@@ -40,10 +40,10 @@ def evaluate(
 
     **Arguments:**
 
-    - `model`: not donated.
+    - `model`: as `eval_step` takes it; not donated.
     - `eval_step`: from [`eqxshard.make_eval_step`][].
-    - `loader`: an [`eqxshard.Loader`][], which is read for one epoch from its start (so
-        give another than the one that training reads).
+    - `loader`: an [`eqxshard.Loader`][], which is read for one epoch from its start; give
+        another one than training reads.
 
     **Returns:**
 
@@ -51,8 +51,8 @@ def evaluate(
 
     **Raises:**
 
-    `ValueError` if the loader has no length; `TypeError` if `eval_step` is a metric
-    function that no step was made of, or the arguments are in another order.
+    `ValueError` if the loader has no end; `TypeError` if `eval_step` is a metric function,
+    not an eval step made of one, or the arguments are in another order.
     """
     _check_arguments("evaluate(model, eval_step, loader)", model, eval_step, loader)
     if is_resident(loader, eval_step):
@@ -87,7 +87,7 @@ def _measure(eval_step: Callable[[PyTree, PyTree], Any], model: Any, batch: Any)
 
 
 def check_evaluate(evaluate: Any) -> None:
-    """Refuse what `fit` cannot call with a model alone, such as an eval step."""
+    """Refuse an `evaluate` that cannot be called with a model alone, like an eval step."""
     if evaluate is None:
         return
     try:
@@ -130,14 +130,14 @@ def predict(
 
     **Returns:**
 
-    What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
-    loader whose examples have no numbers, all rows, in its order.)
+    The outputs of `fn` as NumPy arrays of leading size dataset, without padding. (If the
+    loader's examples have no numbers, all rows in the order of the loader.)
 
     **Raises:**
 
-    `ValueError` if the loader leaves out examples or repeats them, an output has another
-    leading size, or the model was donated or is not on a mesh; `TypeError` if `model` is a
-    [`eqxshard.TrainState`][].
+    `ValueError` if the loader has no end, leaves out examples or repeats them, an output
+    has another leading size, or the model was donated or is not on a mesh; `TypeError` if
+    `model` is an [`eqxshard.TrainState`][], or the arguments are in another order.
 
     !!! Example
 
@@ -163,7 +163,7 @@ def predict(
     running: deque[PyTree[Array]] = deque()
 
     def fetch() -> None:
-        """Wait for the oldest outputs. Beyond the rows of examples, they are of padding."""
+        """Wait for the oldest outputs, and drop those of padding, which come last."""
         count = None if rows is None else len(rows[len(parts)])
         outputs = running.popleft()
         parts.append(jax.tree.map(lambda leaf: fetch_whole(leaf)[:count], outputs))
@@ -194,7 +194,7 @@ def _rows(loader: Loader) -> list[np.ndarray]:
     return rows
 
 
-# For the next call, such as after the next epoch.
+# Cached for the next call, such as that after the next epoch.
 @ft.lru_cache(maxsize=16)
 def _compile(
     fn: Callable[[Any, Any], PyTree],
@@ -237,7 +237,7 @@ def _check_outputs(outputs: PyTree, rows: int) -> None:
 def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
     """The batches of a loader's first epoch; close it to end its thread early.
 
-    Of batches without a length, all that the dataset has.
+    A loader without a length is read until its dataset ends.
 
     **Raises:**
 

@@ -63,8 +63,8 @@ def fit(
     **Arguments:**
 
     - `state`: from [`eqxshard.init_state`][], or an earlier `fit`; or a PyTree of several
-        that have taken the same number of steps, such as a dict with those of a GAN.
-        Donated.
+        states that have taken the same number of steps, such as a dict of the two of a
+        GAN. It is donated.
     - `train_step`: from [`eqxshard.make_train_step`][]; or a function of your own from
         the state (or states) and a batch to the new state and
         [`eqxshard.training.Metrics`][], which adds 1 to each state's `step`.
@@ -73,33 +73,35 @@ def fit(
     - `steps`, `epochs`: when to stop, counted from step 0 (not from `state.step`). Give
         one of the two.
     - `evaluate`: called with the model (with the pair `(model, state)` if the model has
-        state), or with a PyTree of those of several states; returns metrics.
+        state), or, if there are several states, with a PyTree of their models; returns a
+        dict of metrics.
     - `evaluate_every`: the number of steps between evaluations, or `"epoch"`. There is
         also one at the end.
     - `checkpointer`: saves the state from time to time, after an evaluation that is the
         best so far (if it has `best`), and at the end. To resume, pass the state that
         [`eqxshard.Checkpointer.restore`][] returns.
-    - `trackers`: receive `train/...` metrics, means over the examples since the last
-        report, `eval/...` metrics, `seconds/...`, how the time since then was spent, and
-        `goodput`, the share of the run in which steps ran. They are closed at the end,
-        whatever happens.
+    - `trackers`: receive `train/...` metrics (means over the examples since the last
+        report), `eval/...` metrics, `seconds/...` (how the time since the last report was
+        spent) and `goodput` (the share of the run in which steps ran). They are closed at
+        the end, whatever happens.
     - `callbacks`: [`eqxshard.callbacks.Callback`][]s, called in this order. They may stop
         the run, which then returns its state as at the end, but does not evaluate again. A
         run that [`eqxshard.callbacks.EarlyStopping`][] has stopped takes no more steps
         when it resumes.
     - `log_every`: the number of steps between reports. There is also one at the end of
         each epoch, after each evaluation and whenever a checkpoint is saved.
-    - `max_nonfinite`: give up if this many steps in a row, or more, were skipped because
-        their loss, gradients or update were not finite, and the last of a report's was
-        one of them. The error says where the first value that is not finite comes from,
-        as [`eqxshard.first_nonfinite`][] does, and the examples. Of fewer such steps, a
-        warning at the end says how many they were, and the examples of the first.
+    - `max_nonfinite`: give up when a report finds that the last steps, at least this many
+        in a row, were skipped because their loss, gradients or update were not finite. The
+        error says where the first value that is not finite comes from, as
+        [`eqxshard.first_nonfinite`][] does, and names the examples. If the run does not
+        give up, a warning at the end gives the number of steps that were skipped, and the
+        examples of the first of them.
     - `hang_seconds`: if the run waits longer than this for a batch, a step (including
         compilation), a callback, an evaluation, a tracker or a checkpoint, print the
         stacks of all threads, and end this process with exit status 1, so that a launcher
         or scheduler starts the run again from its newest checkpoint; `None` for never. It
         must be longer than the longest compilation, evaluation or save, or the run ends
-        there each time. The search of `max_nonfinite` may take any time.
+        there each time. The search for the first value that is not finite has no limit.
     - `extra`: given to each step, such as a teacher; see [`eqxshard.training.TrainStep`][].
         A callback may replace it. It is not saved.
 
@@ -111,8 +113,8 @@ def fit(
 
     `ValueError` unless exactly one of `steps` and `epochs` is given, if one of the
     numbers is not positive, or if the checkpointer's directory holds another run.
-    `TypeError` if the loader or a tracker lacks a method, or `evaluate` is no function of
-    a model.
+    `TypeError` if the loader or a tracker lacks a method, or `evaluate` is not a function
+    of a model.
     `FloatingPointError` after `max_nonfinite` skipped steps. `OSError` if the last
     checkpoint could not be written. And any error of the loader, `evaluate`, a callback or
     a tracker, once the state after the last step is saved. If it cannot be saved, or there
@@ -140,14 +142,15 @@ def fit(
     clock = Clock()
     report = Report(trackers if is_main_process() else (), clock, steps_of(loader))
     loop = Loop(clock, report, loader, checkpointer, state, extra, evaluate)
-    # It would keep arrays alive that the first step copies.
+    # This reference would keep arrays alive, of which the first step may make copies.
     del state
     called = CallbackList(callbacks, loop)
     with ExitStack() as stack:
         stack.enter_context(short_traceback())
-        # Left after all below: an error of a tracker that closes would lose the state, too.
+        # Entered first, so left last: an error from closing a tracker must not lose the
+        # state either.
         stack.enter_context(rescue(loop, called))
-        # Below what trackers print when they close.
+        # Printed below what trackers print when they close.
         stack.push(lambda *failure: _say_skipped(loop, train_step, failure[0]))
         stack.callback(_print_time, loop)
         stack.push(lambda kind, error, trace: _close(clock, trackers, callbacks, error))
@@ -176,7 +179,7 @@ def fit(
             states = checkpointer.claim_run(loop.first, position)
             called.restore(states)
             loop.stop_reason = why_ended(callbacks, states)
-            # The batch size may have changed before.
+            # The loader's position may say that epochs began with another batch size.
             report.epochs = steps_of(loader)
             last = last_step(steps, epochs, report.epochs)
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
@@ -193,7 +196,7 @@ def fit(
         stack.callback(report.close)
         take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
         stack.enter_context(closing(batches))
-        # What closes has phases of its own.
+        # Entered last, to see the phase that failed: closing the rest begins others.
         stack.enter_context(explain_memory(loop, train_step))
         in_flight = InFlight()
         while loop.step < last and loop.stop_reason is None:
@@ -205,7 +208,7 @@ def fit(
             is_first = loop.step == loop.first
             saying = nullcontext()
             if is_first:
-                # It may take minutes.
+                # Compilation may take minutes.
                 saying = announced("compiling the train step", in_logs=True)
             phase = "compile" if is_first else "dispatch"
             with saying, clock.phase(phase, f"step {step}"):
@@ -228,7 +231,7 @@ def fit(
                     called.after("evaluation")
                 called.after("report")
                 report.flush()
-            # Not if later steps are finite: then the state is another than in the first.
+            # If a later step was finite, the state is no longer the one that failed.
             if len(report.nonfinite_steps) >= max_nonfinite:
                 give_up(loop, train_step)
             best = due.evaluate and checkpointer and checkpointer.is_best(report.values)

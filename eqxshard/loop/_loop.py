@@ -1,4 +1,4 @@
-"""`Loop`: one run of `fit`, which its parts share, and callbacks see."""
+"""`Loop`: the state of one run of `fit`, which its parts share and callbacks see."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ._step_metrics import Report
 
 @dataclass(eq=False, repr=False)
 class Loop:
-    """The loop of [`eqxshard.fit`][], after its last step. Callbacks get it.
+    """A run of [`eqxshard.fit`][] after its latest step. Callbacks get it.
 
     - `loader`: the loader, whose position is that of the next batch to be read.
     - `step`: the number of steps taken, counted from step 0.
@@ -37,9 +37,9 @@ class Loop:
     checkpointer: Checkpointer | None
     state: Any
     extra: PyTree = None
-    # What evaluates the model, if anything does.
+    # The `evaluate` that was given to `fit`.
     evaluation: Callable[[PyTree], Mapping[str, Any]] | None = None
-    # The step that it started from.
+    # The step that the run started from.
     first: int = 0
     step: int = 0
     # The metrics of the last dispatch, and how many steps it took.
@@ -70,12 +70,12 @@ class Loop:
     def log(self, values: Mapping[str, Any]) -> None:
         """Report more values.
 
-        They join the report of this step, if there is one that is not sent yet. If not,
-        they are sent by themselves.
+        They join the report of this step if that is due and not sent yet; otherwise they
+        are sent by themselves.
 
         **Arguments:**
 
-        - `values`: by name: numbers, or arrays of one, which nothing waits for here;
+        - `values`: by name, numbers, arrays of one number (this does not wait for them) or
             [`eqxshard.trackers.Image`][]s.
         """
         self.report.log(self.step, values)
@@ -91,21 +91,21 @@ class Loop:
         **Arguments:**
 
         - `evaluate`: as for [`eqxshard.fit`][].
-        - `models`: what to call it with.
+        - `models`: the model, or models, to call it with.
         - `prefix`: the first part of the results' names.
         """
         with self.clock.phase("evaluation", f"the evaluation after step {self.step}"):
             self.report.add_evaluation(evaluate(models), prefix)
 
     def print(self, text: str) -> None:
-        """Print text above the progress bar; of several processes, only the main one does.
+        """Print text above the progress bar, in the main process alone.
 
         **Arguments:**
 
-        - `text`: of one line or several, such as a sample.
+        - `text`: one line or several, such as a sample.
         """
         if is_main_process():
-            # While there is a bar, it keeps such lines above itself.
+            # A progress bar keeps the lines that are printed above itself.
             print(text, flush=True)
 
     def save(self) -> None:
@@ -130,11 +130,11 @@ class Loop:
 
     @property
     def asked(self) -> bool:
-        """Whether a callback asked for something."""
+        """True if a callback asked to save or to stop."""
         return self.save_requested or self.stop_reason is not None
 
     def agree(self) -> None:
-        """Do what a callback of any process asked for; all processes must call this."""
+        """Take over what callbacks asked for in any process; all processes call this."""
         if jax.process_count() == 1:
             return
         everyone = allgather_json([self.stop_reason, self.save_requested])

@@ -1,4 +1,4 @@
-"""What `fit` reads: the batches of each dispatch, and the position that is saved."""
+"""The batches that `fit` reads for each dispatch, and the position that it saves."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -20,13 +20,13 @@ Dispatches = Generator[tuple[int, PyTree], None, None]
 
 @runtime_checkable
 class Batches(Protocol):
-    """What [`eqxshard.fit`][] needs of a loader; [`eqxshard.Loader`][] is one.
+    """The methods that [`eqxshard.fit`][] calls; [`eqxshard.Loader`][] has them.
 
-    One with epochs also has `__len__`, the number of batches in an epoch.
+    A loader with epochs also has `__len__`, the number of batches in an epoch.
     """
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The batches from the loader's position on; closed at the end if it can be."""
+        """The batches from the loader's position on; a generator is closed at the end."""
         ...
 
     def seek(self, step: int) -> None:
@@ -44,20 +44,20 @@ def check_loader(loader: Any) -> None:
 
 
 def read_from_start(loader: Batches) -> AbstractContextManager[None]:
-    """Move a loader to its start, and back at the end: an evaluation is no progress."""
+    """Move a loader to its start for a `with` block, and back at the end."""
     if isinstance(loader, Loader):
         return loader.from_start()
-    # One of the user's own has no position that we know of.
+    # A loader of the user's own has no position that we could go back to.
     loader.seek(0)
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where the loader of `fit`, which reads one batch for each step, is after some steps.
+    """The position of the loader of `fit` after some steps, of one batch each.
 
-    The loader itself may have given the batch of a step that failed, or others to a
-    callback.
+    The loader itself may be elsewhere: it may have given the batch of a step that failed,
+    or batches to a callback.
 
     - `loader`: a loader with `state` and, if it can be restored, `restore`.
     - `step`: the number of steps taken.
@@ -68,7 +68,7 @@ class Position:
 
     @staticmethod
     def of(loader: Any, step: int) -> "Position | None":
-        """The position of a loader that has one, for a checkpointer."""
+        """The position of a loader, for a checkpointer; `None` if it has no `state`."""
         return Position(loader, step) if hasattr(loader, "state") else None
 
     def state(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Position:
             raise UsageError(
                 f"the checkpoint of step {self.step} was saved when its loader had given "
                 f"{saved} batches, and fit reads one batch for each step; go on with a "
-                "loop of your own, as the one that saved it, or give fit a checkpointer "
+                "loop of your own, like the one that saved it, or give fit a checkpointer "
                 f"with another directory, to go on with the batch of step {self.step}."
             )
         if hasattr(self.loader, "restore"):
@@ -92,15 +92,15 @@ class Position:
 
 
 def steps_of(loader: Any) -> Steps | None:
-    """Which epoch each step of a loader is in; `None` if it has no epochs."""
+    """The epoch that each step of a loader is in; `None` if it has no epochs."""
     if isinstance(loader, Loader):
         return loader.steps
-    # As of batches of one row.
+    # `Steps` counts examples: as if each batch were one.
     return Steps(1, len(loader)) if isinstance(loader, Sized) else None
 
 
 def is_resident(loader: Batches, step: Any) -> bool:
-    """Whether a loader's dataset is on the devices, and the step can gather from it."""
+    """True if a loader's dataset is on the devices, and the step can gather from it."""
     steps = isinstance(step, TrainStep | EvalStep)
     return isinstance(loader, Loader) and loader.placement == "device" and steps
 
@@ -108,15 +108,15 @@ def is_resident(loader: Batches, step: Any) -> bool:
 def dispatches_of(
     train_step: Any, loader: Batches, first: int, schedule: Schedule
 ) -> tuple[Callable[..., Any], Dispatches]:
-    """What takes the steps of a dispatch, and the dispatches of a run.
+    """The function that takes the steps of a dispatch, and the dispatches of a run.
 
-    From a dataset on the devices, all steps until something is due are one dispatch.
+    If the dataset is on the devices, all steps until something is due are one dispatch.
 
     **Arguments:**
 
     - `train_step`, `loader`: as for `fit`.
     - `first`: the step that the run starts from.
-    - `schedule`: of the run.
+    - `schedule`: the schedule of the run.
     """
     loader.seek(first)
     if is_resident(loader, train_step):
@@ -127,15 +127,15 @@ def dispatches_of(
 def _single_batches(loader: Batches, last: int) -> Dispatches:
     yield from ((1, batch) for batch in loader)
     raise UsageError(
-        f"the loader ended before step {last}; take fewer steps, or make one that goes on: "
-        "without epochs=, or of a dataset after .repeat()."
+        f"the loader ended before step {last}; take fewer steps, or make a loader that "
+        "goes on: without epochs=, or of a dataset after .repeat()."
     )
 
 
 def _resident_batches(loader: Any, step: int, schedule: Schedule) -> Dispatches:
     while True:
         count = schedule.steps_until_due(step)
-        # A callback may have read it.
+        # A callback may have read from the loader.
         loader.seek(step)
         yield count, loader.stacked(count, capacity=schedule.longest_chunk)
         step += count

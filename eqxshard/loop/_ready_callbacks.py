@@ -38,9 +38,9 @@ class EarlyStopping(Callback):
 
     **Raises:**
 
-    `ValueError` if `patience` is less than 1, `min_delta` is negative or `mode` is not
-    known, or has to be said; during the run, if an evaluation is reported without the
-    metric.
+    `ValueError` if `patience` is less than 1, `min_delta` is negative, or `mode` is unknown
+    or missing where the name does not tell; during the run, if an evaluation is reported
+    without the metric.
 
     !!! Example
 
@@ -67,8 +67,8 @@ class EarlyStopping(Callback):
     ):
         if patience < 1 or min_delta < 0:
             raise UsageError(
-                f"patience={patience}, min_delta={min_delta} cannot be; use at least 1, "
-                "and at least 0."
+                f"patience={patience}, min_delta={min_delta} are out of range; use a "
+                "patience= of at least 1 and a min_delta= of at least 0."
             )
         self.metric = metric
         self._patience = operator.index(patience)
@@ -89,14 +89,14 @@ class EarlyStopping(Callback):
         value = float(loop.values[self.metric])
         best = self._best
         better = best is None or self._sign * (value - best) > self._min_delta
-        # What is not finite is never an improvement, and nothing would improve on a nan.
+        # A value that is not finite is never an improvement: nothing improves on a nan.
         if better and math.isfinite(value):
             self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self._patience:
             what = "was not finite" if best is None else f"has not improved on {best}"
-            loop.stop(f"{self.metric} {what} in {self._waited} reports")
+            loop.stop(f"{self.metric} {what} in {_reports(self._waited)}")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""
@@ -111,17 +111,21 @@ class EarlyStopping(Callback):
         if state["waited"] < self._patience:
             return None
         best = state["best"]
-        what = "was not a number" if best is None else f"had not improved on {best}"
+        what = "was not finite" if best is None else f"had not improved on {best}"
         return (
-            f"{self.metric} {what} in {state['waited']} reports (with a larger patience= "
+            f"{self.metric} {what} in {_reports(state['waited'])} (with a larger patience= "
             "it would go on)"
         )
+
+
+def _reports(count: int) -> str:
+    return f"{count} report{'s' * (count > 1)}"
 
 
 class TimeLimit(Callback):
     """Stop after some wall time, at the next report.
 
-    The time counts from when this is made, so that a script that makes it first stays
+    The time counts from when the callback is made, so a script that makes it first stays
     within the limit of its job. The state is saved, if there is a checkpointer: leave time
     for that.
 
@@ -131,7 +135,7 @@ class TimeLimit(Callback):
 
     **Raises:**
 
-    `ValueError` if it is not positive, or not such a text.
+    `ValueError` if the limit is not positive, or is text of another form.
 
     !!! Example
 
@@ -169,9 +173,9 @@ class EvaluateEMA(Callback):
 
     **Arguments:**
 
-    - `evaluate`: by default the `evaluate` of the run, which is called once more, with
-        [`eqxshard.ema_model`][] of the state, or of each state that has an average; others
-        give their weights. Or another such function.
+    - `evaluate`: a function as for [`eqxshard.fit`][], called with
+        [`eqxshard.ema_model`][] of the state; of several states, those without an average
+        give the weights that are trained. By default, the `evaluate` of the run.
 
     !!! Example
 
@@ -194,26 +198,26 @@ class EvaluateEMA(Callback):
         """Evaluate, and add the values to the report."""
         none_has = not any(map(has_average, states_of(loop.state)))
         models = map_models(
-            # If none has an average, this says what to do.
             loop.state,
+            # If no state has an average, the error of `ema_model` says what to do.
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
         evaluate = self.evaluate or loop.evaluation
-        assert evaluate is not None  # Else there was no evaluation.
+        assert evaluate is not None  # There was an evaluation.
         loop.evaluate(evaluate, models, "ema")
 
 
 def check_evaluated(callbacks: Sequence[Callback], evaluate: Any) -> None:
-    """Refuse to evaluate averages after evaluations in a run without any."""
+    """Refuse `EvaluateEMA` in a run without evaluations."""
     if evaluate is None and any(isinstance(each, EvaluateEMA) for each in callbacks):
         raise UsageError(
             "EvaluateEMA evaluates after each evaluation of the run, which has none; give "
-            "fit evaluate=, or train a metric_fn and eval_data."
+            "fit evaluate=, or give train a metric_fn and eval_data."
         )
 
 
 class Every(Callback):
-    """Call a function every some steps, say to draw samples.
+    """Call a function at intervals of steps, for example to draw samples.
 
     **Arguments:**
 
@@ -237,7 +241,7 @@ class Every(Callback):
         self._function = function
 
     def after_step(self, loop: Loop) -> None:
-        """Call it."""
+        """Call the function."""
         self._function(loop)
 
 
@@ -250,8 +254,8 @@ class LearningRate(Callback):
 
     **Arguments:**
 
-    - `schedule`: the optimizer's, a function of the number of steps taken before. Steps
-        that were skipped count here, but not in the optimizer.
+    - `schedule`: the schedule of the optimizer, a function of the number of steps taken
+        before. Steps that were skipped count here, but not in the optimizer.
 
     !!! Example
 
@@ -274,14 +278,14 @@ class LearningRate(Callback):
 class Profile(Callback):
     """Record a profile of some steps with `jax.profiler`, to look at in TensorBoard.
 
-    Waits for the steps before, and for those of the profile, so that it shows whole
-    steps. With several processes, each writes its own.
+    The run waits for the steps before, and for those of the profile, so that it shows whole
+    steps. With several processes, each writes its own profile.
 
     **Arguments:**
 
-    - `first`, `last`: the first and the last step to record, counted from step 0 of the
-        run; `first` is at least 2, since the first step compiles. A run that starts or
-        ends in between records nothing, or a shorter profile.
+    - `first`, `last`: the numbers of the first and the last step to record. The run's first
+        step, which compiles, is 1, so `first` is at least 2. A run that starts between
+        them records nothing; one that ends between them, a shorter profile.
     - `directory`: the folder to write to.
 
     **Raises:**
@@ -334,7 +338,8 @@ class Throughput(Callback):
 
     - `tokens_per_example`: the length of an example; 1 if examples weigh as much as they
         have tokens, as packed documents do.
-    - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
+    - `flops_per_token`: the floating-point operations of training on a token, as
+        [`eqxshard.nn.flops_per_token`][] counts them.
     - `peak`: the operations per second that one device can do; by default, those of
         [`eqxshard.nn.peak_flops`][] in bfloat16, also where products are of float8.
 
@@ -357,7 +362,7 @@ class Throughput(Callback):
         self._peak = peak
 
     def after_report(self, loop: Loop) -> None:
-        """Log both."""
+        """Log the tokens per second and the MFU."""
         tokens = loop.values["train/examples_per_second"] * self._tokens_per_example
         loop.log({"tokens_per_second": tokens})
         if self._flops_per_token is None:

@@ -15,9 +15,10 @@ _NOTICE = (
 
 
 class Stop:
-    """Whether a signal asked this run to stop, and which.
+    """The signal that asked this run to stop, if one did.
 
-    - `requested`: whether to end the run, which all processes know after the same step.
+    - `signal`: its number, in the process that got it.
+    - `requested`: true if the run is to end. All processes know it after the same step.
 
     **Arguments:**
 
@@ -30,7 +31,7 @@ class Stop:
         self._listens = listens
 
     def look(self, step: int) -> bool:
-        """Whether to end the run after this step: the same step in all processes."""
+        """True if the run is to end after this step, the same step in all processes."""
         if self._listens and jax.process_count() > 1:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 

@@ -24,12 +24,12 @@ class Skipped:
     found: str = ""
 
     def add(self, step: int) -> None:
-        """Count a step."""
+        """Count a step that was skipped, given by its number from 1."""
         self.steps += 1
         self.first = self.first or step
 
     def state(self) -> dict[str, int]:
-        """Their numbers, for a checkpoint; empty if there are none."""
+        """The counts as JSON values, for a checkpoint; empty if no step was skipped."""
         if not self.steps:
             return {}
         return {"steps": self.steps, "first": self.first, "since": self.since}
@@ -40,7 +40,7 @@ class Skipped:
         self.since = int(state["since"])
 
     def describe(self, last: int) -> str:
-        """A sentence that says how many of the steps up to `last` they are."""
+        """A sentence that says how many of the steps up to `last` were skipped."""
         since = f" since step {self.since}" if self.since else ""
         were, which = ("was", "") if self.steps == 1 else ("were", "the first of them ")
         return (

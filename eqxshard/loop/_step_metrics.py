@@ -1,4 +1,4 @@
-"""Collects the metrics of steps on the devices, and reports their means to trackers."""
+"""`Report`: collects the metrics of steps, and reports their means to trackers."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 class Report:
     """The metrics since the last report, and values that callbacks log.
 
-    - `values`: those of the last report that was read, and what was logged since.
+    - `values`: the values of the last report that was read, and what was logged since.
     - `step`: the step of that report.
     - `skipped`: all steps, up to that report, that were not finite.
     - `nonfinite_steps`: the last steps in a row, up to that report, that were not finite.
@@ -31,7 +31,7 @@ class Report:
 
     - `trackers`: receive the reports.
     - `clock`: splits the time of the run.
-    - `epochs`: to report the epoch, if the loader has epochs.
+    - `epochs`: the epoch that each step is in, to report it; `None` without epochs.
     """
 
     def __init__(self, trackers: Sequence[Tracker], clock: Clock, epochs: Steps | None):
@@ -49,7 +49,7 @@ class Report:
         self._added = 0
         # The step of a report that is due and not sent yet.
         self._due: int | None = None
-        # What was logged and not sent yet, and at which step.
+        # The values that were logged and not sent yet, and their step.
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
         self.restart_speed()
@@ -70,7 +70,7 @@ class Report:
             metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
         seconds = time.perf_counter() - self._training_since
         compiling = self._clock.totals["compile"] - self._compiled_before
-        # The speed is without the first call, which compiled, if there are others.
+        # Leave the first call, which compiled, out of the speed if there are others.
         without = self._taken[0].sum() if compiling and len(self._parts) > 1 else 0
         examples = float(metrics.weight[without:].sum())
         running = seconds - compiling if without else seconds
@@ -118,7 +118,7 @@ class Report:
                 self._send(step, self._with_epoch(step, self._take_logged()))
 
     def close(self) -> None:
-        """Report what is left, if something else than the last step ends a run."""
+        """Report what is left, if something other than the last step ends the run."""
         if self._parts:
             self._due = self._added
         self.flush()

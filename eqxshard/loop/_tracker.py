@@ -1,4 +1,4 @@
-"""The protocol of trackers, which `fit` reports to; what is logged: numbers, pictures."""
+"""`Tracker`, the protocol of what `fit` reports to, and `Image`, a picture to log."""
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +19,8 @@ class Image:
     **Arguments:**
 
     - `pixels`: an array of rows by columns (grey), or of rows by columns by channels: 1 for
-        grey, 3 for red, green and blue, 4 with opacity. Of bytes, or of floating-point
-        numbers from 0 to 1; numbers beyond are cut off.
+        grey, 3 for red, green and blue, 4 with opacity. Its values are bytes (`uint8`), or
+        floating-point numbers from 0 to 1; those outside are clipped.
 
     **Raises:**
 
@@ -51,7 +51,7 @@ class Image:
         self.pixels = found
 
 
-#: What can be logged.
+#: A value that can be logged.
 Value = float | Image
 
 
@@ -82,10 +82,10 @@ class Tracker(Protocol):
 
 
 def check_trackers(trackers: Sequence[Any]) -> None:
-    """Refuse trackers without the methods that `fit` calls, before it does."""
+    """Refuse trackers without the methods that `fit` calls, before it calls them."""
     if not isinstance(trackers, Collection):
         what = type(trackers).__name__
-        raise UsageTypeError(f"trackers= is a {what}; give a list, such as trackers=[it].")
+        raise UsageTypeError(f"trackers= is a {what}; give a list of trackers.")
     for tracker in trackers:
         try:
             inspect.signature(tracker.log).bind(0, {})

@@ -1,5 +1,7 @@
-"""Notes on errors: mistakes in a user's functions, with a short traceback; and out of
-memory, with what a step needs on each device, and what to try.
+"""Notes on errors: on those of a user's functions, and on those of memory.
+
+The first also get a short traceback. The others say how much a step needs on each device,
+and what to try.
 """
 
 import contextlib
@@ -51,8 +53,8 @@ class short_traceback:
 def shorten_traceback(error: Exception) -> None:
     """Leave the frames of this library, JAX and Equinox out of a traceback.
 
-    The frames of the user's code and of other libraries stay. All stay where this library
-    failed by a bug of its own, and under `JAX_TRACEBACK_FILTERING=off`.
+    The frames of the user's code and of other libraries stay. All stay if the error is a
+    bug of this library, and under `JAX_TRACEBACK_FILTERING=off`.
     """
     if jax.config.values["jax_traceback_filtering"] == "off":
         return
@@ -86,27 +88,27 @@ def check_takes(fn: Callable[..., Any], name: str, *arguments: str) -> None:
     """
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # It has none.
+    except (TypeError, ValueError):  # Some built-in functions have none.
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise UsageTypeError(
             f"{function_name(fn)}{signature} is called as "
-            f"{name}({', '.join(arguments)}), which it does not take ({error}); write "
-            "such a function."
+            f"{name}({', '.join(arguments)}), which it does not take ({error}); write a "
+            "function of these arguments."
         ) from None
 
 
 def add_advice(error: Exception, batch: PyTree, *, stateful: bool) -> None:
-    """Note on an error of a loss or metric function what batch it was given.
+    """Note on an error of a loss or metric function which batch it was given.
 
     An error that is meant for users says what to do itself, and gets no note.
 
     **Arguments:**
 
     - `error`: caught where the function was called.
-    - `batch`: what the function got.
+    - `batch`: the batch that the function got.
     - `stateful`: whether the model has state, such as that of BatchNorm.
     """
     if isinstance(error, ON_PURPOSE):
@@ -125,9 +127,9 @@ def add_advice(error: Exception, batch: PyTree, *, stateful: bool) -> None:
             error.add_note(f"The batch has no {name!r}; {hint}it has {comma_list(batch)}.")
 
 
-#: How the allocators of JAX's backends say it, besides RESOURCE_EXHAUSTED.
 # Out of memory
 
+#: What the allocators of JAX's backends say, besides RESOURCE_EXHAUSTED.
 _WORDS = ("CUDA_ERROR_OUT_OF_MEMORY", "Out of memory", "Ran out of memory")
 
 #: What to do if a step does not fit on its devices.
@@ -141,30 +143,30 @@ _STATE_REMEDY = "Split it over more devices with fsdp(), or use a smaller model.
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, is out of memory."""
+    """True if an error says that a device, or the host, is out of memory."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return isinstance(error, MemoryError)
     said = str(error)
-    # Tensorstore says it of a full disk, and gRPC of a long message.
+    # TensorStore says RESOURCE_EXHAUSTED of a full disk.
     exhausted = "RESOURCE_EXHAUSTED" in said and "No space left" not in said
     return exhausted or any(words in said for words in _WORDS)
 
 
 def says_what_it_needs(error: BaseException) -> bool:
-    """Whether an error for want of memory has a note of `Memory` or `explaining_state`."""
+    """True if an out-of-memory error has a note of `Memory` or `explaining_state`."""
     notes: list[str] = getattr(error, "__notes__", [])
     return any(note.endswith((REMEDY, _STATE_REMEDY)) for note in notes)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a program needs on each device, in bytes.
+    """The memory that a program needs on each device, in bytes.
 
-    - `name`: of the program.
+    - `name`: the name of the program.
     - `mesh`: the mesh that it runs on.
-    - `parts`: of what it is given, by name.
-    - `temporaries`, `peak`: of what exists only while it runs, and the most at once, as
-        XLA says; `None` if that is not known.
+    - `parts`: the sizes of its arguments, by name.
+    - `temporaries`, `peak`: the size of what exists only while it runs, and the most that
+        it needs at a time, as XLA says; `None` if that is not known.
     """
 
     name: str
@@ -177,20 +179,23 @@ class Memory:
     def of(
         name: str, call: "Call", batch: PyTree, program: Program | None = None
     ) -> "Memory":
-        """What the program of a step needs, called with these arguments.
+        """The memory that the program of a step needs for some arguments.
 
         **Arguments:**
 
-        - `name`: of the program.
-        - `call`, `batch`: what it is called with. Arrays may be donated.
-        - `program`: what was compiled, if it is at hand.
+        - `name`: the name of the program.
+        - `call`, `batch`: its arguments, whose arrays may be donated.
+        - `program`: the compiled program, if it is at hand.
         """
         mesh = call.variant.mesh
         parts = {each: _bytes(tree) for each, tree in arguments_of(call).items()}
-        examples = batch.examples if isinstance(batch, DeviceBatches) else batch
-        devices = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
-        of_batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(examples))
-        parts["batch"] = of_batch // devices
+        if isinstance(batch, DeviceBatches):
+            # Unlike a batch, it is whole on each device.
+            parts["dataset"] = _bytes(batch.examples)
+        else:
+            devices = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+            of_batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
+            parts["batch"] = of_batch // devices
         analysis = program and program.compiled.memory_analysis()
         return Memory(
             name=name,
@@ -205,7 +210,7 @@ class Memory:
         )
 
     def describe(self) -> str:
-        """What this needs, what the devices have, and what to do."""
+        """The memory that the program needs, that the devices have, and what to do."""
         stats: Mapping[str, int] = next(
             (device.memory_stats() or {} for device in _local_devices(self.mesh)), {}
         )
@@ -224,11 +229,11 @@ class Memory:
 
 @contextlib.contextmanager
 def explaining_state(state: Mapping[str, PyTree]) -> Iterator[None]:
-    """Say of an error for want of memory what the arrays that are made take.
+    """Note on an out-of-memory error how much the arrays take that are being made.
 
     **Arguments:**
 
-    - `state`: arrays, or `jax.ShapeDtypeStruct`s, by what they are called.
+    - `state`: arrays, or `jax.ShapeDtypeStruct`s, by the names that the note gives them.
     """
     try:
         yield
@@ -244,7 +249,7 @@ def explaining_state(state: Mapping[str, PyTree]) -> Iterator[None]:
 
 
 def arguments_of(call: "Call") -> dict[str, PyTree]:
-    """The arrays that a step is given, but for the batch, by what they are called."""
+    """The arrays that a step is given, but for the batch, by the names in notes."""
     if call.state is None:
         return {"model": call.kept}
     state = {"parameters": call.state.model, "optimizer state": call.state.opt_state}

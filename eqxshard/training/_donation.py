@@ -21,7 +21,7 @@ _BITS = np.dtype(np.uint32)
 
 
 def any_donated(arrays: Iterable[Any]) -> bool:
-    """Whether a step has taken one of some arrays."""
+    """True if a step has taken one of these arrays."""
     for array in arrays:
         if isinstance(array, Tracer):
             continue
@@ -51,19 +51,19 @@ def check_not_donated(tree: PyTree, name: str) -> None:
 def donatable(
     state: "TrainState", arrays: list[Any], kept: Sequence[Any], batch: PyTree
 ) -> list[Any]:
-    """The arrays of a state that a step returned; copies of those that others have too.
+    """The arrays of a state that a step returned, to donate; copies of shared ones.
 
     **Arguments:**
 
     - `state`, `arrays`: the state, and its arrays.
-    - `kept`, `batch`: what a step is given beside it. They are not donated.
+    - `kept`, `batch`: the other arguments of the step, which are not donated.
 
     **Raises:**
 
     `ValueError` if the state was donated before.
     """
-    # Until somebody reads a state, nothing else has its arrays but for the first, the
-    # number of steps. They are donated together, so that the first one tells.
+    # Until somebody reads a state, nothing else has its arrays, except for the first, the
+    # number of steps. All are donated together, so the first tells whether they were.
     seen = arrays[:1] if state._values is None else arrays
     if seen is arrays or arrays[0].is_deleted():
         check_state_not_donated(seen)
@@ -79,18 +79,18 @@ def donatable(
 
 
 def _was_beside(state: "TrainState", arrays: Sequence[Any]) -> bool:
-    """Whether these arrays, and no others, were there before those of a state."""
+    """True if these arrays, and no others, were there before those of a state."""
     given = [x for x in arrays if isinstance(x, jax.Array)]
     known = [ref() for ref in state._beside]
     return len(given) == len(known) and all(map(operator.is_, given, known))
 
 
 def copy_shared(arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
-    """Copy arrays that a step donates, and whose memory something else has.
+    """Copy those of the arrays to donate whose memory another array has, too.
 
-    That is one of the others, such as after `target = state.model`, or after
-    `jax.device_put` of that, which makes other arrays of the same memory; or an earlier one
-    of the list, such as after
+    The other one is among `others`, such as after `target = state.model`, or after
+    `jax.device_put` of that, which makes other arrays of the same memory; or it is earlier
+    in the list, such as after
     `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
     """
     seen = {address for other in others for address in _addresses(other)}

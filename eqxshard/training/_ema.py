@@ -29,16 +29,16 @@ class EmaState(NamedTuple):
 def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransformation:
     """Keep an exponential moving average of the weights beside them.
 
-    An optax transformation. Put it last in a chain, outside `optax.masked` and its like,
-    so that it sees the weights as the step will leave them. The average is kept in
-    float32 and starts at the initial weights. (Polyak and Juditsky 1992,
+    This is an optax transformation. Put it last in a chain, outside `optax.masked` and its
+    like, so that it sees the weights as the step will leave them. The average is kept in
+    float32 at least, and starts at the initial weights. (Polyak and Juditsky 1992,
     https://doi.org/10.1137/0330046, in the form of Tarvainen and Valpola 2017,
     https://arxiv.org/abs/1703.01780.)
 
     The initial weights would dominate the average for the first `1 / (1 - decay)` steps.
     With `warmup`, update number `t`, from 0, uses the decay
     `min(decay, (1 + t) / (10 + t))` instead, so that the average follows the weights
-    closely at first. (That of TensorFlow's
+    closely at first. (This is the decay of TensorFlow's
     [`ExponentialMovingAverage`](https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage)
     with `num_updates`.)
 
@@ -88,7 +88,7 @@ def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransform
 
 
 def has_average(state: TrainState) -> bool:
-    """Whether the optimizer of a state averages the weights."""
+    """True if the optimizer of a state averages the weights."""
     return bool(_averages(state))
 
 
@@ -114,7 +114,7 @@ def ema_model(state: TrainState) -> PyTree:
     trained unchanged. It is valid as long as the state is: until that is donated to the
     next step. Give it to an eval step; `fit` itself evaluates the weights.
 
-    The averages that `equinox.nn.BatchNorm` keeps of its inputs are no weights:
+    The averages that `equinox.nn.BatchNorm` keeps of its inputs are not weights:
     `state.model_state` has those of the model that is trained. Compute them again for the
     averaged weights before you evaluate these:
 

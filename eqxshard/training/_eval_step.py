@@ -56,7 +56,7 @@ def make_eval_step(
         number or array per example, or a scalar, their mean. The batch's
         `"__loss_weight__"` weighs the one called `loss`, as in a train step. For a model
         with state, `model` is the pair `(model, state)`.
-    - `mesh`, `rule`: by default, arrays are used as the model's are stored.
+    - `mesh`, `rule`: by default, the mesh and the shardings of the model's arrays.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
     - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
@@ -88,10 +88,10 @@ def make_eval_step(
 
 
 class EvalStep:
-    """What [`eqxshard.make_eval_step`][] returns: call it with a model and a batch."""
+    """The step of [`eqxshard.make_eval_step`][]: call it with a model and a batch."""
 
     def __init__(self, machine: StepMachine):
-        #: Its programs.
+        #: The programs of the step.
         self.machine = machine
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
@@ -180,9 +180,9 @@ def eval_step(
 
     **Arguments:**
 
-    - `metric_fn`, `mesh`, `rule`, `precision`: of the step.
-    - `signature`: of the model: all but its arrays.
-    - `arrays`: those of a state: none, as an eval step has no state.
+    - `metric_fn`, `mesh`, `rule`, `precision`: as for [`eqxshard.make_eval_step`][].
+    - `signature`: the model without its arrays.
+    - `arrays`: the arrays of a state: none, as an eval step has no state.
     - `kept`, `batch`: the arrays of the model, and a batch.
 
     **Returns:**

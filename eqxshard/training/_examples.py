@@ -1,5 +1,7 @@
-"""Values per example: their weights, their sums over a batch, and `Metrics`, which are such
-sums, and stay on the devices until they are read.
+"""`Metrics`: sums over examples, which stay on the devices until they are read.
+
+Here are also the weights of a batch's examples, the sums over a batch by these weights, and
+the checks of the values that a user's function returns.
 """
 
 import functools as ft
@@ -35,8 +37,8 @@ class Metrics(eqx.Module):
         stacked.
     - `weight`: the sum of the weights: the number of examples, padding excluded.
     - `nonfinite`: 1 for a step whose loss, gradients or update were not finite, else 0.
-    - `weights`: by name, the sum of the weights of metrics that have weights of their own:
-        of the loss, where the batch has a `"__loss_weight__"`.
+    - `weights`: by name, the sums of the weights of metrics that have weights of their own:
+        the loss has, where the batch has a `"__loss_weight__"`.
     """
 
     totals: Mapping[str, Float[Array | np.ndarray, "*steps_and_value"]]
@@ -108,7 +110,7 @@ class Metrics(eqx.Module):
         totals, weights = {}, {}
         for part, metrics in parts.items():
             weights |= {f"{part}/{name}": x for name, x in metrics.weights.items()}
-            # Each by the weight of the first, should batches have differed.
+            # Scaled to the weight of the first, in case the batches differed.
             ratio = jnp.where(weight == 0, 0, weight / metrics.weight)
             for name, total in metrics.totals.items():
                 if name not in metrics.weights:
@@ -160,7 +162,7 @@ def _like(total: Any, steps: Any) -> tuple[int, ...]:
 
 
 def has_entry(batch: PyTree, name: str) -> bool:
-    """Whether a batch is a dict with an entry of this name."""
+    """True if a batch is a dict with an entry of this name."""
     return isinstance(batch, Mapping) and name in batch
 
 
@@ -180,9 +182,9 @@ def total_weight(weights: Float[Array, " batch"]) -> Float[Array, ""]:
 
 
 def own_weights(batch: PyTree) -> dict[str, Float[Array, ""]]:
-    """By name, the sum of the weights of what the examples' weights do not weigh: the loss.
+    """The sum of the loss weights, by the name `loss`; empty if the batch has none.
 
-    It is nan if it is negative, as the loss would be turned around.
+    A negative sum, which would turn the loss around, is returned as nan.
     """
     if not has_entry(batch, LOSS_WEIGHT):
         return {}
@@ -191,10 +193,10 @@ def own_weights(batch: PyTree) -> dict[str, Float[Array, ""]]:
 
 
 def is_step(batch: PyTree) -> Bool[Array, ""] | None:
-    """Whether the loss of an example counts; `None` if all count.
+    """True if the loss of any example counts; `None` if the batch has no weights.
 
-    Otherwise there is nothing to learn from the batch, but decay and momentum would still
-    move the weights.
+    If none counts, there is nothing to learn from the batch, but decay and momentum would
+    still move the weights.
     """
     if not is_weighted(batch):
         return None
@@ -214,7 +216,7 @@ def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:
 
 
 def mask_padding(batch: PyTree) -> PyTree:
-    """Replace what is not finite in examples of weight 0 by 0.
+    """Replace values that are not finite by 0, in examples of weight 0.
 
     Their losses are multiplied by 0, and so are the derivatives that go backward from
     there; but 0 times the derivative of nan is nan.
@@ -237,7 +239,7 @@ def sum_over_examples(
 ) -> dict[str, Float[Array, " *value"]]:
     """Sum values over a batch by weight; a scalar is taken for the mean.
 
-    An example of weight 0 does not count, not even if its value is nan. What is called
+    An example of weight 0 does not count, not even if its value is nan. The value named
     `loss` has weights of its own, and one number per example.
     """
     weight, loss_weight = example_weights(batch), example_loss_weights(batch)
@@ -265,7 +267,7 @@ def _sum(
     if value.shape:
         value = filter_shard(value, batch_sharding(mesh))
         weight = jnp.expand_dims(weight, range(1, value.ndim))
-    # Sums of many need float32 at least.
+    # Sums over many examples need float32 at least.
     is_float = jnp.issubdtype(value.dtype, jnp.floating)
     value = at_least_float32(value) if is_float else value.astype(jnp.float32)
     weighted = value * weight.astype(value.dtype)
@@ -273,7 +275,7 @@ def _sum(
 
 
 def is_weighted(batch: PyTree) -> bool:
-    """Whether a batch says how much its examples count."""
+    """True if a batch says how much its examples count."""
     return has_entry(batch, WEIGHT) or has_entry(batch, LOSS_WEIGHT)
 
 
@@ -285,11 +287,11 @@ def check_scalars(
 ) -> None:
     """Refuse scalars that are computed from examples without regard to their weights.
 
-    Of others a step takes the mean over microbatches, which a warning says.
+    A step takes the mean of other scalars over microbatches, which a warning says.
 
     **Arguments:**
 
-    - `values`: what the user's function returned for the batch.
+    - `values`: the values that the user's function returned for the batch.
     - `measure`: computes the same from a batch.
     - `batch`: the batch.
     - `accumulate`: the number of microbatches.
@@ -311,16 +313,16 @@ def check_scalars(
             if used and entry not in used and has_entry(batch, entry):
                 raise UsageError(
                     f"{name} is one number for the batch and ignores its {entry!r}; return "
-                    "one value per example; or, of a loss alone, leave the padded rows out "
-                    "with remainder='drop'."
+                    "one value per example; or, if it is the loss, leave the padded rows "
+                    "out with remainder='drop'."
                 )
     if found and accumulate > 1:
         warnings.warn(
             f"{', '.join(sorted(found))}: one number for a batch, of which accumulate="
             f"{accumulate} takes the mean over microbatches. That is the number for the "
             "whole batch only if it is a plain mean over examples; otherwise, such as for "
-            "a mean over tokens, return one value per example, and what each counts in "
-            f"the batch's {LOSS_WEIGHT!r}.",
+            "a mean over tokens, return one value per example, and put the weight of each "
+            f"into the batch's {LOSS_WEIGHT!r}.",
             stacklevel=2,
         )
 

@@ -43,9 +43,9 @@ def guard_update(
     check: bool,
     is_step: Bool[Array, ""] | None,
 ) -> tuple[PyTree, Bool[Array, ""]]:
-    """The values that a step writes: the update, or the old values where it must not.
+    """The values that a step writes: the new ones, or the old ones.
 
-    It must not if the update is not finite, or the loss of no example counts.
+    They are the old ones if the update is not finite, or no example's loss counts.
 
     **Arguments:**
 
@@ -53,7 +53,7 @@ def guard_update(
     - `old`: these three before the step.
     - `grads`, `loss`, `layout`: of the step.
     - `check`: whether the update must be finite.
-    - `is_step`: whether the loss of an example counts; `None` if all count.
+    - `is_step`: whether the loss of any example counts; `None` if all count.
 
     **Returns:**
 
@@ -76,8 +76,8 @@ def guard_update(
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update of large arrays is
         # computed again, in the place of the old values, rather than kept until it is
-        # known to be finite; but not if it does something besides, such as to print. Small
-        # arrays are kept: to compile their update again takes longer than to copy them.
+        # known to be finite; but not if it has effects, such as printing. Small arrays
+        # are kept: to compile their update again takes longer than to copy them.
         jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
         is_kept = expensive or jaxpr.effects or _are_small(grads, layout)
@@ -89,7 +89,7 @@ def guard_update(
 
 
 def _are_small(grads: PyTree, layout: StateLayout) -> bool:
-    """Whether the mean gradient has few elements on each device."""
+    """True if gradients have few elements on each device, on average."""
     sizes = [
         math.prod(sharding.shard_shape(grad.shape))
         for grad, _, sharding in _changes(grads, None, layout.update)
@@ -97,14 +97,14 @@ def _are_small(grads: PyTree, layout: StateLayout) -> bool:
     return sum(sizes) < len(sizes) * _SMALL_ON_CPUS
 
 
-#: A new array, what it takes the place of (`None` for a gradient), and their sharding.
+#: A new array, the old one that it replaces (`None` for a gradient), and their sharding.
 Change = tuple[Array, Array | None, NamedSharding]
 
 
 def gradients_fit(
     grads: PyTree, loss: Float[Array, ""], layout: StateLayout, more: Sequence[Change] = ()
 ) -> Bool[Array, ""]:
-    """Whether the loss and the gradients are finite, and what else is checked with them."""
+    """True if the loss and the gradients are finite, and `more` arrays if there are any."""
     changes = [*_changes(grads, None, layout.update), *more]
     return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(loss)
 
@@ -119,7 +119,7 @@ def _changes(
 
 
 def all_finite(changes: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
-    """Whether no new array is infinite or nan where the old one was finite.
+    """True if no new array is infinite or nan where the old one was finite.
 
     (The best loss so far, in the state of an optimizer, may be infinite at first.) Each
     device checks its own shards.
@@ -132,8 +132,10 @@ def all_finite(changes: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
 
 
 def _finite_on_cpus(found: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
-    """As `all_finite`, with little code: each operand of per-device code takes XLA:CPU two
-    milliseconds to compile, and one kernel for a deep model longer than its update.
+    """As `all_finite`, with little code.
+
+    Each operand of per-device code takes XLA:CPU two milliseconds to compile; and one
+    kernel for a deep model takes longer to compile than its update.
     """
     products, specs = _products_with_zero(found)
     products = jax.lax.optimization_barrier(products)
@@ -170,15 +172,16 @@ def _finite_on_gpus(found: Sequence[Change], mesh: AnyMesh) -> Bool[Array, ""]:
 
 
 def _count(masks: list[Array], small: int, axes: tuple[str, ...]) -> Int[Array, ""]:
-    """In code for each device: how many reductions of masks found something, in all."""
+    """In code for each device: the number of reductions, on all, that found something."""
     found = [jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, small)]
     count = ft.reduce(operator.add, found)
     return jax.lax.psum(count, axes) if axes else count
 
 
 def _used_axes(specs: Sequence[PartitionSpec], mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes that split an array, in the mesh's order: a set's would differ from one
-    process to the next.
+    """The axes that split an array, in the order of the mesh.
+
+    The order of a set would differ from one process to the next.
     """
     used = {axis for spec in specs for axis in spec_axes(spec)}
     return tuple(axis for axis in mesh.axis_names if axis in used)
@@ -187,7 +190,7 @@ def _used_axes(specs: Sequence[PartitionSpec], mesh: AnyMesh) -> tuple[str, ...]
 def _places(
     new: Sequence[Array], old: Sequence[Array | None], specs: Sequence[PartitionSpec]
 ) -> list[tuple[Any, ...]]:
-    """For each array a name that it shares with those to read in the same pass.
+    """A name for each array, which it shares with those to read in the same pass.
 
     These are a gradient, its parameter and what the optimizer keeps for it: the arrays of
     one kind come in the order of the gradients of that kind.
@@ -205,10 +208,10 @@ def _places(
 def _products_with_zero(
     changes: Sequence[Change],
 ) -> tuple[list[Array], list[PartitionSpec]]:
-    """Arrays that are 0 where all of some changed arrays are finite, else nan; their specs.
+    """For each group of changes, an array: 0 where all are finite, else nan; and its spec.
 
-    The arrays of one place are read in one pass, and so are those of `_TOGETHER` places of
-    one kind, if they are small.
+    The arrays of one place are a group, and so are those of `_TOGETHER` places of one kind,
+    if they are small.
     """
     new, old, shardings = zip(*changes)
     places = _places(new, old, [sharding.spec for sharding in shardings])
@@ -233,12 +236,12 @@ def _products_with_zero(
 
 
 def _as_real(x: Array) -> Array:
-    """Numbers that are finite where those of an array are."""
+    """Real numbers that are finite where those of an array are."""
     return at_least_float32(jnp.abs(x) if jnp.iscomplexobj(x) else x)
 
 
 def _grouped(masks: list[Array], small: int) -> list[Array]:
-    """Arrays to reduce one by one: the large ones, and all small ones in one."""
+    """Masks to reduce one by one: the large ones, and one of all small ones together."""
     few = [mask.ravel() for mask in masks if mask.size < small]
     groups = [few[i : i + _TOGETHER] for i in range(0, len(few), _TOGETHER)]
     # Behind barriers, as XLA would reduce each array by itself.

@@ -1,7 +1,7 @@
 """Make a training state, each array sharded from the start.
 
-The model is made as by jit, where arrays have no values, and what would go wrong there is
-refused. Next door, `_make.py` computes the arrays.
+The model is made under jit, where arrays have no values; a model for which that would go
+wrong is refused. Next door, `_make.py` computes the arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ from ._state import (
 from .rewrite._jaxprs import map_jaxpr, open_jaxpr, scan_counts
 from .rewrite._types import erase_types
 
-#: Marks an array among leaves.
+#: Stands for an array among leaves.
 _HERE = object()
 
 
@@ -92,9 +92,9 @@ def init_state(
         `make_model` chooses.
     - `load`: a function that loads weights, such as by [`eqxshard.load_weights`][], into
         the model that it gets, which has a `jax.ShapeDtypeStruct` with its sharding for
-        each array. Those that are left are made by `make_model`. The optimizer's state
-        is made for the loaded weights. The state takes them over without a copy, so
-        steps donate them.
+        each array. `make_model` makes the arrays that it leaves as they are. The
+        optimizer's state is made for the loaded weights. The state takes them over
+        without a copy, so steps donate them.
 
     **Returns:**
 
@@ -105,7 +105,7 @@ def init_state(
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
     an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array is trained in
     two places (the two would drift apart), if `load` returns another model, and under
-    `jax_disable_jit`. What `make_model` raises, with a note if it cannot run under jit.
+    `jax_disable_jit`. Any error of `make_model`, with a note if it cannot run under jit.
 
     !!! Example
 
@@ -142,9 +142,9 @@ def complete_state(
     precision: Precision | None = None,
     known: Mapping[str, Array],
 ) -> TrainState:
-    """As [`eqxshard.init_state`][], of a state of which some arrays are known, by path.
+    """As [`eqxshard.init_state`][], but some arrays of the state are known, by path.
 
-    Only the others are made: those of the optimizer for the model as it is known.
+    Only the others are made; those of the optimizer are made for the known parameters.
     """
     with short_traceback(), no_explicit_context(), jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
@@ -184,7 +184,7 @@ def abstract_state(
     trainable: PyTree = True,
     precision: Precision | None = None,
 ) -> TrainState:
-    """The shapes, types and shardings of what [`eqxshard.init_state`][] would make.
+    """The shapes, types and shardings of the state of [`eqxshard.init_state`][].
 
     Nothing is allocated, so [`eqxshard.Checkpointer.restore`][] into it needs no memory
     but that of the state itself.
@@ -217,7 +217,7 @@ def abstract_state(
 
 
 class _Traced(NamedTuple):
-    """How a state is made, traced: the user's code runs once.
+    """The traced functions that make a state, so that the user's code runs once.
 
     - `like`: the state, with a `jax.ShapeDtypeStruct` for each array.
     - `make_model`: from a key to the arrays of the model, then those of its own state.
@@ -238,7 +238,7 @@ def _trace(
     trainable: PyTree,
     precision: Precision | None,
 ) -> _Traced:
-    """Trace what makes a state, and place what it makes."""
+    """Trace the functions that make a state, and decide the shardings of its arrays."""
     check_mesh(mesh)
     check_optim(optim)
     check_function(make_model)
@@ -284,7 +284,7 @@ def _trace(
         model_jaxpr, (made, params) = _trace_arrays(make, like)
     model_jaxpr = _without_params(model_jaxpr, params)
     if is_explicit(mesh):
-        # Or what is drawn would be whole, as its type says, until it is split.
+        # Otherwise random arrays would be whole, as their types say, until they are split.
         model_jaxpr = erase_types(model_jaxpr)
     with computing_on_auto(mesh):
         state_jaxpr, (state, params) = _trace_arrays(make_state, made, like)
@@ -308,11 +308,11 @@ def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]
     **Arguments:**
 
     - `fn`: a function of PyTrees.
-    - `args`: those, with a `jax.ShapeDtypeStruct` for each array.
+    - `args`: its arguments, with a `jax.ShapeDtypeStruct` for each array.
 
     **Returns:**
 
-    From the arrays of the arguments to those of the result; and the result, with a
+    A jaxpr from the arrays of the arguments to those of the result; and the result, with a
     `jax.ShapeDtypeStruct` for each array.
     """
     given, structure = jax.tree.flatten(args)
@@ -334,7 +334,7 @@ def _trace_arrays(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]
 
 
 def _without_params(jaxpr: ClosedJaxpr, params: PyTree) -> ClosedJaxpr:
-    """A jaxpr without its last outputs, `params`, none of which may be another one."""
+    """A jaxpr without its last outputs, `params`, no two of which may be one array."""
     inside: Any = open_jaxpr(jaxpr)
     count = len(inside.outvars) - len(jax.tree.leaves(params))
     check_not_shared(params, origins(inside, inside.invars)[count:])
@@ -343,12 +343,12 @@ def _without_params(jaxpr: ClosedJaxpr, params: PyTree) -> ClosedJaxpr:
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape and type of an array, but not how its type says that it is split."""
+    """The shape and dtype of an array, without the sharding that its type may have."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
-    """Those arrays of the model that `load` makes, by their number in the state."""
+    """The arrays of the model that `load` returns, by their number in the state."""
     wanted, found = array_leaves(like), array_leaves(load(like))
     was, now = ({path: format_array(x) for path, x in each} for each in (wanted, found))
     if was != now:
@@ -365,9 +365,9 @@ def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
     return dict(zip(placed, copy_shared([*placed.values()])))
 
 
-#: The errors of JAX for code that needs the value of an array under jit.
-# Make a model as by jit
+# Make a model under jit
 
+#: The errors of JAX for code that needs the value of an array under jit.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -417,7 +417,7 @@ def make_traced(
 
 
 def check_has_arrays(model: PyTree) -> None:
-    """Refuse a model of which nothing could be trained, sharded or saved."""
+    """Refuse a model without arrays: nothing could be trained, sharded or saved."""
     if not array_leaves(model):
         raise UsageError(
             f"the model ({type(model).__name__}) has no arrays, so there is nothing to "
@@ -451,7 +451,7 @@ def check_not_shared(params: PyTree, outputs: Sequence[Any] | None = None) -> No
     **Arguments:**
 
     - `params`: the trained arrays.
-    - `outputs`: for each of them what it is, as `origins` says it; by default, the object.
+    - `outputs`: for each of them a value from `origins`; by default, the array's `id`.
     """
     leaves = array_leaves(params)
     keys = [id(leaf) for _, leaf in leaves] if outputs is None else outputs
@@ -467,15 +467,15 @@ def check_not_shared(params: PyTree, outputs: Sequence[Any] | None = None) -> No
 
 
 def origins(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """For each output of a jaxpr a value, the same for those that are one array.
+    """A value for each output of a jaxpr, the same for outputs that are one array.
 
-    Of a function under `jax.jit` and the like, each output is an array of its own to JAX,
+    To JAX, each output of a function under `jax.jit` and the like is an array of its own,
     even if the function returned one array twice.
 
     **Arguments:**
 
     - `jaxpr`: an open jaxpr.
-    - `inputs`: such values for its inputs.
+    - `inputs`: values for its inputs, the same for inputs that are one array.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -488,7 +488,7 @@ def origins(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if name in _CALLS:
             outputs = origins(open_jaxpr(part), [*map(read, eqn.invars)])
         elif name == "scan":
-            # What it carries changes from turn to turn. The rest, it stacks.
+            # Values that it carries change in each iteration. The others are stacked.
             _, carried = scan_counts(eqn)
             inside = open_jaxpr(part)
             found = origins(inside, [object() for _ in inside.invars])

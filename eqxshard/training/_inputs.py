@@ -1,9 +1,9 @@
-"""What a compiled step is given beside its state.
+"""The inputs of a compiled step beside its state: the argument that it keeps, and batches.
 
-That is what it keeps, such as a model to measure or a teacher, of which it depends on a
-`Signature`; and a batch, stacked batches, or rows of a resident dataset, from which a step
-gathers batches for itself. Each kind of batches is a class with the same methods, so that
-steps treat them alike.
+A step keeps (does not donate) a model to measure, or a teacher; its program depends on the
+`Signature` of that. It takes one batch, stacked batches, or rows of a resident dataset,
+from which it gathers batches for itself. Each kind of batches is a class with the same
+methods, so that steps treat them alike.
 """
 
 import functools as ft
@@ -45,7 +45,7 @@ class DeviceBatches(eqx.Module):
 
     - `examples`: the dataset, whole on each device.
     - `rows`: which examples each step takes.
-    - `weight`: if the loader pads, how much each of them counts.
+    - `weight`: how much each of them counts, if the loader pads; otherwise `None`.
     - `count`: the number of steps to take; there is room for `len(rows)`.
     """
 
@@ -68,9 +68,9 @@ class DeviceBatches(eqx.Module):
 
 @dataclass(frozen=True)
 class Signature:
-    """All of an argument but its values, such as of a model to measure, or a teacher.
+    """Everything about an argument, such as a teacher, but the values of its arrays.
 
-    - `static`: everything but its arrays.
+    - `static`: the argument without its arrays.
     - `shardings`: where each of its arrays is stored, if that is on a mesh.
     """
 
@@ -126,18 +126,19 @@ def mesh_of(arrays: list[Any], what: str, remedy: str = "") -> AnyMesh:
     )
 
 
-#: Of a step that keeps nothing.
+#: The signature of a step that keeps nothing.
 NOTHING = Signature.of(None, "nothing")[1]
 
-#: From arrays that are carried along, arrays that stay the same, and a batch, to new arrays
-#: and what is returned.
+#: A function from arrays that are carried along, arrays that stay the same, and a batch, to
+#: new arrays and a result.
 _Step = Callable[[list[Any], list[Any], PyTree], tuple[list[Any], Any]]
 
 
 class _Batch:
     """One batch, or stacked ones: a PyTree of arrays with the same leading dims.
 
-    - `suffix`: of the name of a step that takes it, in profiles and compiled modules.
+    - `suffix`: the suffix to the name of a step that takes it, in profiles and compiled
+        modules.
     """
 
     def __init__(self, *leading: str):
@@ -197,20 +198,20 @@ class _Batch:
         return jax.tree.map(one, batch)
 
     def program(self, step: str, batch: PyTree) -> str:
-        """What users call the program for a batch, whose first compile is expected.
+        """The name of the program for a batch, whose first compile is expected.
 
-        It has the sizes that are its own by design: the length of a loop, of a dataset.
+        The name has the sizes that differ by design: the length of a loop, of a dataset.
         """
         if not self._stacked:
             return step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
     def sharding(self, mesh: AnyMesh) -> NamedSharding:
-        """The sharding that the step takes a batch in; `None` for any."""
+        """The sharding that the step takes a batch in."""
         return batch_sharding(mesh, stacked=self._stacked)
 
     def repeat(self, step: _Step, mesh: AnyMesh) -> _Step:
-        """A function that takes a step for each batch, and stacks what these return."""
+        """A function that takes a step for each batch, and stacks their results."""
         if not self._stacked:
             return step
         return lambda arrays, kept, batch: jax.lax.scan(
@@ -287,7 +288,7 @@ def placed(
 
     **Arguments:**
 
-    - `kind`, `batch`, `mesh`, `accumulate`: of the step.
+    - `kind`, `batch`, `mesh`, `accumulate`: those of the step.
     - `wanted`: the sharding of the kind on the mesh, which the usual batch has.
 
     **Raises:**
@@ -314,20 +315,20 @@ def placed(
         _check_host_arrays(batch)
         return jax.tree.unflatten(structure, _place(leaves, wanted))
     except Exception:
-        # Of NumPy arrays only now: it takes as long as to place a small batch.
+        # NumPy arrays are checked only now: it takes as long as placing a small batch.
         kind.check(batch, mesh, accumulate)
         raise
 
 
 def _place(leaves: list[Any], wanted: NamedSharding) -> list[Array]:
     """The arrays of a batch, on the devices where a step takes them."""
-    # Copies of NumPy's, since steps read them after they have returned.
+    # Copies of NumPy arrays, which steps read after their calls have returned.
     leaves = [x if isinstance(x, jax.Array) else np.array(x) for x in leaves]
     for leaf in leaves:
         wanted.shard_shape(leaf.shape)  # Raises where XLA would also print.
     is_jit_off = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     if wanted.is_fully_addressable and not (is_jit_off or looks_for_nan()):
-        # In a third of the time that it takes JAX to place an array and then to use it.
+        # This takes a third of the time of `jax.device_put`, followed by a step.
         return _placing(wanted)(leaves)
     return [
         jax.device_put(x, wanted)
@@ -354,7 +355,7 @@ def _check_host_arrays(batch: PyTree) -> None:
 
 
 def check_same(batch: PyTree, mesh: AnyMesh) -> None:
-    """Refuse a batch of which each process has other rows: each must have the whole.
+    """Refuse a batch that differs between processes: each must have all of its rows.
 
     Arrays that are on a mesh have the rows of all processes.
     """
@@ -376,7 +377,7 @@ def check_same(batch: PyTree, mesh: AnyMesh) -> None:
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding) -> TypeGuard[Array]:
-    """Whether an array is committed to another sharding."""
+    """True if an array is committed to another sharding."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
     return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

@@ -38,7 +38,7 @@ _DEBUG_NANS_LATE = (
 
 
 def lowered_as(platform: str) -> str:
-    """The name of a platform where JAX lowers for it."""
+    """The name that JAX has for a platform when it lowers for it."""
     return "cuda" if platform == "gpu" else platform
 
 
@@ -58,13 +58,13 @@ def jit_on(
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
     - `name`: its name in profiles and compiled modules.
-    - `tracing`: makes a context of the arguments, in which JAX traces the function.
+    - `tracing`: from the arguments to a context in which JAX traces the function.
     - `options`: those of `jax.jit`, with `out_shardings`; `compiler_options` go before
         those for the devices of the mesh.
 
     **Returns:**
 
-    What `jax.jit` returns, for `call_jitted`.
+    A jitted function, to be called by `call_jitted`.
     """
 
     def traced(*args: Any) -> tuple[Any, Checks | None]:
@@ -75,7 +75,7 @@ def jit_on(
         if any_donated(leaves):
             raise FloatingPointError(_DEBUG_NANS_LATE)
         if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
-            there: Any = mesh  # Of devices, as there are arrays.
+            there: Any = mesh  # A mesh of devices, as there are arrays.
             with jax.set_mesh(there) if is_explicit(mesh) else contextlib.nullcontext():
                 return fn(*args), None
         with tracing(*args):
@@ -99,7 +99,7 @@ def jit_on(
         out, failed = run_rewritten(rewrite, jaxpr, out, args)
         return out, Checks(failed[0], errors) if failed else None
 
-    # With the names of the function's arguments, which are those of the compiled module's.
+    # Keeps the names of the function's arguments, which the compiled module has, too.
     ft.update_wrapper(traced, fn, assigned=(), updated=())
     traced.__name__ = traced.__qualname__ = name
     replicated, given = NamedSharding(mesh, PartitionSpec()), options["out_shardings"]
@@ -129,7 +129,7 @@ def step_rules(mesh: AnyMesh, errors: Errors) -> Interpreter:
     **Arguments:**
 
     - `mesh`: the mesh.
-    - `errors`: where to put what checks in the program raise.
+    - `errors`: collects the errors that checks in the program raise.
     """
     on_cpu = is_on_cpus(mesh)
     convolve = fast_convolution if on_cpu else jax.lax.conv_general_dilated_p.bind
@@ -160,7 +160,7 @@ def cpu_options(**others: Any) -> dict[str, Any]:
 
 
 def _xla_flags() -> str:
-    """The user's flags of XLA, which XLA_FLAGS has, or a file that it names."""
+    """The user's flags of XLA: the text of XLA_FLAGS, or of the file that it names."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if not flags or flags.startswith("-"):
         return flags
@@ -169,7 +169,7 @@ def _xla_flags() -> str:
 
 
 def _check_options(options: Mapping[str, Any], mesh: AnyMesh) -> None:
-    """Raise `ValueError` if XLA does not take some options, by a function of nothing."""
+    """Compile a function of nothing; raise `ValueError` if XLA refuses the options."""
     if not options:
         return
     if isinstance(mesh, AbstractMesh) and platform_of(mesh) == "tpu":
@@ -191,7 +191,7 @@ def _check_options(options: Mapping[str, Any], mesh: AnyMesh) -> None:
 
 
 def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
-    """What a step returns, with types as its shardings say."""
+    """The outputs of a step, with the types that its shardings say."""
     given: list[Any] = broadcast_prefix(shardings, out)
     leaves, structure = jax.tree.flatten(out)
     typed = [to_explicit(x, each) for x, each in zip(leaves, given, strict=True)]
@@ -208,10 +208,10 @@ def jit_is_off() -> UsageError:
 
 
 class Program(NamedTuple):
-    """What JAX and XLA made of a function, for lint.
+    """A function as JAX traced it and XLA compiled it, for lint.
 
-    - `jaxpr`: what was traced.
-    - `compiled`: what was compiled.
+    - `jaxpr`: the traced function.
+    - `compiled`: the compiled function.
     """
 
     jaxpr: Any
@@ -219,12 +219,12 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What was compiled, as text."""
+        """The compiled function as text."""
         return self.compiled.as_text() or ""
 
 
 def call_jitted(jitted: Any, *args: Any) -> Any:
-    """Call what `jit_on` returns; wait and raise if it has checks."""
+    """Call a function from `jit_on`; if it has checks, wait for them, and raise."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
     out, checks = jitted(*args)

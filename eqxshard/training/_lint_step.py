@@ -31,7 +31,7 @@ from .rewrite._jaxprs import all_jaxprs, consts_of, equations, jaxprs_in, open_j
 if TYPE_CHECKING:
     from ._step import Call
 
-#: Constants of fewer bytes are none of ours.
+#: Constants of fewer bytes are not reported.
 _LARGE = 10**6
 #: Operations on matrices, by JAX's names. Reductions have a parameter `axes`.
 _OF_MATRICES = ("dot_general", "svd", "qr", "geqrf", "eigh", "cholesky")
@@ -53,8 +53,8 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
 
     **Arguments:**
 
-    - `call`: what the step is called with.
-    - `program`: what was compiled for it.
+    - `call`: the step and its arguments.
+    - `program`: the program that was compiled for it.
     - `batch`: the batch that it was compiled for.
     """
     yield from lint_traced(call, program.jaxpr)
@@ -68,8 +68,8 @@ def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
 
     **Arguments:**
 
-    - `call`: what the step is called with.
-    - `jaxpr`: what was traced.
+    - `call`: the step and its arguments.
+    - `jaxpr`: the traced program.
     """
     step, state = call.variant, call.state
     if state is not None:
@@ -89,7 +89,7 @@ def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
 
 
 def describe_step(call: "Call", jaxpr: Any, batch: PyTree) -> LintedStep:
-    """What lint has to know of a step to read its text.
+    """The facts about a step that lint needs to read its compiled text.
 
     **Arguments:** as for `lint_traced`; `batch` is the batch that it is compiled for.
     """
@@ -160,7 +160,7 @@ def _lint_opt_state(
     state: TrainState, leaves: _Leaves, mesh: AnyMesh, rule: Rule
 ) -> Iterator[Finding]:
     """Arrays of the optimizer's state that are whole, and larger than their parameter."""
-    # And of the frozen arrays, for which there is nothing in the state.
+    # Frozen arrays are among them, too; the state has nothing for those.
     params, _ = split_model(state.model, True)
     parts = {
         path: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -230,12 +230,12 @@ def lint_jaxpr(parts: _Parts, compute: Any) -> Iterator[Finding]:
 
 
 def calls_host(jaxpr: Any) -> bool:
-    """Whether a program calls the host."""
+    """True if a program calls the host."""
     return any(eqn.primitive.name in _CALLBACKS for eqn in equations(jaxpr))
 
 
 def scanned_shapes(parts: _Parts) -> set[_Shape]:
-    """The shapes of the arrays of which loops take a part in each iteration."""
+    """The shapes of the arrays that loops take one part of in each iteration."""
     found = set[_Shape]()
     for eqn, _ in _equations(parts, ["scan"]):
         inside = open_jaxpr(eqn.params["jaxpr"]).invars
@@ -261,7 +261,7 @@ def _line(eqn: Any) -> str | None:
 
 
 def _constants(parts: _Parts) -> Iterator[Finding]:
-    """Arrays that the step was not given."""
+    """Findings of large arrays that the program has, but the step was not given."""
     for part, _ in parts:
         names = open_jaxpr(part).constvars
         for name, value in zip(names, consts_of(part)):
@@ -290,7 +290,7 @@ def _wide_products(parts: _Parts, compute: Any) -> Iterator[Finding]:
         for eqn, scope in _equations(parts, ["dot_general"])
         if "jvp(" in f"{scope}/{scope_of(eqn)}"
     ]
-    # One that asks for the highest precision is meant to be wide.
+    # A product that asks for the highest precision is meant to be wide.
     meant = (jax.lax.Precision.HIGHEST,) * 2
     wide = [
         eqn
@@ -322,7 +322,7 @@ def _lint_update(state: TrainState, leaves: _Leaves, jaxpr: Any) -> Iterator[Fin
     shapes = {path: tuple(leaf.shape) for path, leaf in array_leaves(params)}
     others = {_dims(shape) for path, shape in shapes.items() if path not in stacks}
     found = set[_Shape]()
-    # What looks at all parameters looks at the only one, too.
+    # An optimizer that looks at all parameters together looks at a single one, too.
     if len({*shapes.values()}) > 1:
         found = {*map(_dims, _looked_at(open_jaxpr(jaxpr), {}, ""))} - others
     paths = [path for path in shapes if path in stacks and _dims(shapes[path]) in found]
@@ -332,14 +332,14 @@ def _lint_update(state: TrainState, leaves: _Leaves, jaxpr: Any) -> Iterator[Fin
             paths[0],
             None,
             f"the optimizer takes the stacked layers of {first_few(paths)} for one array; "
-            f"write eqxshard.per_layer(optim, {paths[0].partition('.')[0]!r}), and outside "
-            "of it what looks at all parameters, as in "
+            f"write eqxshard.per_layer(optim, {paths[0].partition('.')[0]!r}), and leave "
+            "outside of it what looks at all parameters, as in "
             "optax.chain(optax.clip_by_global_norm(1), per_layer(...)).",
         )
 
 
 def _dims(shape: _Shape) -> _Shape:
-    """The dims of a matrix that may be transposed, or have dims of one."""
+    """The dims of a matrix in any order, without those of 1: it may be transposed."""
     return tuple(plain_dims(shape))
 
 

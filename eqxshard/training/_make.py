@@ -74,7 +74,7 @@ class Programs:
         self._place = place
         self._options = options
         self._compilers = compilers
-        #: By what they compute and where: a function, and when it will be compiled.
+        #: The programs, by what they compute and where, each with its compilation.
         self._compiled: dict[Hashable, tuple[Any, Future[Any]]] = {}
         self._running: deque[list[Array]] = deque()
 
@@ -121,11 +121,11 @@ class Programs:
         **Arguments:**
 
         - `parts`, `places`: as for `compile`.
-        - `inputs`: arrays, or of what is on the host what `to_host` returned.
+        - `inputs`: arrays; for values on the host, the results of `to_host`.
 
         **Returns:**
 
-        Their outputs.
+        The outputs of the parts.
         """
         given = [*map(sharding_of, inputs)]
         arrays = self._call(*self.compile(parts, given, places), inputs)
@@ -141,7 +141,7 @@ class Programs:
 
     def _call(self, program: Any, done: "Future[Any]", inputs: Any) -> list[Array]:
         compiled = done.result()
-        # JAX 0.10 calls what was compiled with no numbers of less than eight bits.
+        # JAX 0.10 cannot call a compiled program with numbers of fewer than eight bits.
         return program(*inputs) if any(map(_is_narrow, inputs)) else compiled(*inputs)
 
 
@@ -153,13 +153,13 @@ def _is_narrow(x: Any) -> bool:
 
 def _as_function(jaxprs: Sequence[Any], to_host: bool) -> Any:
     """A function of all inputs of jaxprs that returns all their outputs."""
-    # What is returned must not be what was given.
+    # An output must not be an input itself.
     finish = _key_data if to_host else jnp.copy
 
     def make_arrays(*inputs: Any) -> list[Array]:
         made, left = [], iter(inputs)
         for jaxpr in jaxprs:
-            # A number of Python's is of a weak type, which a counter may rely on.
+            # A Python number is of a weak type, which a counter may rely on.
             given = [as_weak_as(as_key(next(left), aval), aval) for aval in jaxpr.in_avals]
             made += jaxpr_as_fun(jaxpr)(*given)
         return [finish(x) for x in made]
@@ -173,12 +173,12 @@ def sharding_of(value: Any) -> Sharding | None:
 
 
 def to_host(value: Any) -> np.ndarray:
-    """A small value as programs take it: of a key, its data."""
+    """A small value as programs take it, a NumPy array; of keys, their data."""
     return np.asarray(_key_data(value))
 
 
 def _on_host(aval: Any) -> Any:
-    """The shape and type of what `to_host` returns."""
+    """The shape and type of a result of `to_host`."""
     like = _like(aval)
     return jax.eval_shape(jax.random.key_data, like) if is_key(aval) else like
 
@@ -192,7 +192,7 @@ def _key_data(value: Any) -> Any:
 
 
 def as_key(value: Any, aval: Any) -> Any:
-    """The keys whose data `to_host` returned; of anything else, the value itself."""
+    """Keys made of the data that `to_host` returned; any other value as it is."""
     if is_key(aval) and not is_key(value):
         return jax.random.wrap_key_data(value, impl=aval.dtype)
     return value
@@ -203,8 +203,8 @@ class Identities:
 
     Equations with equal numbers apply the same primitives, with the same parameters, to
     inputs in the same places, whatever the variables are called and whichever line of code
-    the equations are from. Of parameters whose meaning is not known here, and of constants,
-    only the very same object is the same.
+    the equations are from. Parameters whose meaning is not known here, and constants, are
+    the same only if they are one object.
     """
 
     def __init__(self):
@@ -274,27 +274,28 @@ class _Itself:
 
 
 def _bits(value: Any) -> Hashable:
-    """A number of a literal."""
+    """The dtype and the bits of a literal: 0 and -0 differ, and nan equals itself."""
     array = np.asarray(value)
     return array.dtype, array.tobytes()
 
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
-#: computed; what is rounded stays with the computation that needs it, unless it is tiny.
+#: computed; numbers that are rounded stay with the computation that needs them, unless they
+#: are tiny.
 _SMALL, _TINY = 2**16, 2**10
 #: The most parts of a program, and the most elements that its equations make, on all
 #: devices together. A part that makes more is a program of its own.
 _PARTS, _ELEMENTS = 16, 2**24
-#: How many constant arrays a program makes, about: they compile fast.
+#: About how many constant arrays a program makes: they compile fast.
 _CONSTANTS = 64
 #: How many programs are compiled at a time.
 _COMPILERS = 8
-#: At its default level, LLVM takes up to four times as long to compile code no faster.
+#: At LLVM's default level, compiling takes up to four times as long, for code no faster.
 _LEVEL = {"xla_backend_optimization_level": 1}
 
 
 class ArrayBuilder:
-    """The equations of traced functions that call one another, and what they make.
+    """The equations of traced functions that call one another, and the arrays they make.
 
     No large array is ever whole on one device.
     """
@@ -315,7 +316,7 @@ class ArrayBuilder:
 
         **Returns:**
 
-        Its outputs: variables and literals.
+        The outputs of the function: variables and literals.
         """
         jaxpr = open_jaxpr(fn)
         names: dict[Any, Any] = {}
@@ -352,7 +353,7 @@ class ArrayBuilder:
 
         **Returns:**
 
-        The arrays. None shares memory with another, or with what was given.
+        The arrays. None shares memory with another, or with a value that was given.
         """
         outputs = [*map(self._as_variable, outputs)]
         places = [auto_sharding(sharding) for sharding in shardings]
@@ -393,13 +394,13 @@ def _off_mesh(value: Any, mesh: Mesh) -> Any:
 
 
 def _makes_several(eqn: Any) -> bool:
-    """Whether an equation calls a jitted function that returns several arrays."""
+    """True if an equation calls a jitted function that returns several arrays."""
     is_call = eqn.primitive.name in ("jit", "pjit")
     return is_call and len(eqn.outvars) > 1 and not has_shardings(eqn)
 
 
 def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that outputs depend on, or that do something, such as to print."""
+    """The equations that outputs depend on, or that have effects, such as printing."""
     needed = {*outputs}
     kept = []
     for eqn in reversed(equations):
@@ -418,7 +419,7 @@ class _Evaluator:
         **Arguments:**
 
         - `mesh`: where large values are made.
-        - `values`: those that are known, on the mesh or as `to_host` returns them.
+        - `values`: the values that are known, on the mesh or as `to_host` returns them.
         - `compilers`: threads to compile in.
         """
         self._values = values
@@ -490,7 +491,8 @@ class _Evaluator:
         """A copy of a value, in its place on the mesh."""
         value = self._values[variable]
         if isinstance(value, np.ndarray):
-            # From several processes, jit takes only what each device needs all of.
+            # With several processes, jit takes a host array only if each device needs all
+            # of it.
             parts = NamedSharding(place.mesh, place.spec)
             value = jax.make_array_from_callback(value.shape, parts, value.__getitem__)
             value = as_key(value, variable.aval)
@@ -522,7 +524,7 @@ def _split(
 
 
 def _takes(eqn: Any) -> bool:
-    """Whether an equation takes a part of a value, such as the key of a layer.
+    """True if an equation takes a part of a value, such as the key of a layer.
 
     Each layer takes another part, which would be another program.
     """
@@ -530,7 +532,7 @@ def _takes(eqn: Any) -> bool:
 
 
 def _take(eqn: Any, value: np.ndarray) -> np.ndarray:
-    """The result of such an equation, of a value on the host."""
+    """The part that an equation of `_takes` takes of a value on the host."""
     # The data of keys have a dim more, the last, which stays whole.
     if eqn.primitive.name == "squeeze":
         return value.squeeze(eqn.params["dimensions"])

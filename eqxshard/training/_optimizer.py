@@ -48,7 +48,7 @@ UPDATE = "eqxshard_update"
 
 
 def is_optimizer(given: Any) -> bool:
-    """Whether this is an optax optimizer."""
+    """True if this is an optax optimizer."""
     return hasattr(given, "init") and hasattr(given, "update")
 
 
@@ -61,7 +61,7 @@ def check_optim(optim: Any) -> None:
 
 
 def takes_value(optim: optax.GradientTransformation) -> bool:
-    """Whether an optimizer's update may be given the value of the loss."""
+    """True if an optimizer's update may be given the value of the loss."""
     parameters = inspect.signature(optim.update).parameters
     return "value" in parameters or any(
         each.kind is each.VAR_KEYWORD for each in parameters.values()
@@ -73,7 +73,7 @@ class LayersState(optax.transforms.PartitionState):
 
 
 def _has_layers(opt_state: PyTree) -> bool:
-    """Whether a `per_layer` is in an optimizer."""
+    """True if a `per_layer` is in an optimizer."""
 
     def is_one(node: Any) -> bool:
         return isinstance(node, LayersState)
@@ -104,7 +104,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether this is a number of Python's, or an array of NumPy's."""
+    """True if this is a number of Python, or an array of numbers of NumPy."""
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool
     return type(leaf) in (bool, int, float, complex)
@@ -119,7 +119,7 @@ def apply_update(
     layout: StateLayout,
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the optimizer's state after an update."""
-    # Some optimizers use the value of the loss, too; a few cannot be given it.
+    # Some optimizers use the value of the loss, too; a few do not accept it.
     extra: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
     if _has_layers(opt_state):
         extra["shardings"] = layout.update
@@ -169,7 +169,7 @@ def _check_leaf(path: tuple[Any, ...], new: Any, old: Any) -> Any:
 
 # Stacked layers
 
-#: The scope of what looks at one layer of a stack at a time.
+#: The scope of operations that look at one layer of a stack at a time.
 PER_LAYER = "eqxshard_per_layer"
 
 
@@ -188,12 +188,12 @@ def per_layer(
     matrices, as Muon does, a train step splits the stack by layers, if their number
     divides: each matrix is whole on one device, to which an all-to-all brings it (Liu et
     al., https://arxiv.org/abs/2502.16982). Everything else is updated by the
-    optimizer as it is. This is an `optax.partition`: each sees the whole tree of
-    parameters, with `optax.MaskedNode` in the place of the others, so that masks and
-    labels by path keep their meaning.
+    optimizer as it is. This is an `optax.partition`: each of its optimizers sees the whole
+    tree of parameters, with `optax.MaskedNode` in place of those that are not its own, so
+    that masks and labels by path keep their meaning.
 
-    Keep outside what looks at all parameters at once, such as clipping by the global norm,
-    and [`eqxshard.ema_weights`][].
+    Keep transformations outside that look at all parameters at once, such as clipping by
+    the global norm, and [`eqxshard.ema_weights`][].
 
     **Arguments:**
 
@@ -208,7 +208,8 @@ def per_layer(
 
     **Raises:**
 
-    `TypeError` if `optim` is not an optimizer or no stack is named; from its `init`,
+    `TypeError` if `optim` is not an optimizer or no stack is named; `ValueError` if a path
+    is not a regular expression; and from the `init` of the optimizer that is returned,
     `ValueError` if a path is that of no array, or of arrays without a common leading dim.
 
     !!! Example
@@ -252,7 +253,7 @@ def per_layer(
 def _each_layer(
     optim: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for each of the layers that all arrays are stacks of."""
+    """An optimizer that updates each layer of stacked arrays by itself."""
 
     def init(params: PyTree) -> PyTree:
         numbers = jnp.arange(stacked_depth(params))
@@ -294,7 +295,10 @@ def _compile_patterns(stacks: Sequence[Any]) -> list[re.Pattern[str]]:
 
 
 def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
-    """Each pattern must be the path of something, maybe frozen or masked."""
+    """Refuse a pattern that matches no path, or a list of layers that are not stacked.
+
+    The path may be that of an array that is frozen or masked.
+    """
     is_leaf = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
     paths = [leaf_path(path) for path, _ in leaves]
@@ -316,7 +320,7 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
 
 
 def is_stacked(leaf: Any) -> bool:
-    """Whether an array is annotated as that of stacked layers."""
+    """True if an array is annotated as that of stacked layers."""
     try:
         return leaf_dims(leaf)[:1] == ("layers",)
     except ValueError:  # A wrong annotation.
@@ -346,9 +350,9 @@ def _map_layers(
 
     **Arguments:**
 
-    - `update`: of gradients, a state and parameters.
+    - `update`: a function of gradients, a state and parameters.
     - `args`: these, stacked.
-    - `shardings`: those of all gradients of the model, by path; `None` if not known.
+    - `shardings`: a PyTree of the shardings of all gradients; `None` if not known.
     """
     update_layers = jax.vmap(update)
     leaves = jax.tree_util.tree_leaves_with_path(shardings)
@@ -369,9 +373,9 @@ def _map_layers(
 
 
 def _find_owners(shardings: Sequence[NamedSharding], depth: int) -> NamedSharding | None:
-    """How to split a stack by layers: over the axes that split its arrays.
+    """A sharding that splits a stack by layers, over the axes that split its arrays.
 
-    Those for which the number of layers does not divide are left out; `None` if all are.
+    Axes that do not divide the number of layers are left out; `None` if all are.
     """
     split = {axis for each in shardings for axis in spec_axes(each.spec)}
     sizes = shardings[0].mesh.shape if shardings else {}
@@ -392,7 +396,10 @@ def _own(
     shardings: Sequence[NamedSharding | None],
     owners: NamedSharding,
 ) -> list[Any]:
-    """The outputs of a jaxpr of so many layers, whose inputs have these shardings."""
+    """The outputs of an update of `depth` layers, computed by their `owners`.
+
+    `shardings` are those of the inputs of the jaxpr.
+    """
     inside = open_jaxpr(jaxpr)
     values = dict(zip(inside.invars, args, strict=True))
     values |= zip(inside.constvars, consts_of(jaxpr), strict=True)
@@ -424,7 +431,7 @@ def _own(
             for x in matrices:
                 place = places.get(shapes[x])
                 if x not in stored and place is not None:
-                    # Pinned first, or the last product would be computed elsewhere, too.
+                    # Pinned to its owners first, or others would compute the last product.
                     moves = [*reversed(steps(x)), place]
                     used[x] = ft.reduce(constrain_to, moves, values[x])
             is_moved = eqn.primitive.name == "transpose"
@@ -437,7 +444,7 @@ def _own(
 
 
 def _needs_matrices(eqn: Any) -> bool:
-    """Whether an equation, or one inside of it, multiplies or factorizes matrices."""
+    """True if an equation, or one inside of it, multiplies or factorizes matrices."""
     inside = (each for part in jaxprs_in(eqn.params) for each in equations(part))
     return any(map(_is_matrix_work, (eqn, *inside)))
 

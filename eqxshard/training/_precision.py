@@ -31,7 +31,7 @@ class Precision:
 
     Before that, the gradients of a batch are summed over devices in their own type, as XLA
     has it: in 16 bits, if they are computed so. The error of a sum in bfloat16 grows with
-    the number of devices. Of random gradients it is 1.4 % at 128 devices and 2.7 % at 512,
+    the number of devices. For random gradients it is 1.4 % at 128 devices and 2.7 % at 512,
     where the rounding of the gradients of one device is 0.17 %. Microbatches (`accumulate=`
     of [`eqxshard.make_train_step`][]) are summed in the type of the parameters, float32 by
     default.
@@ -45,14 +45,19 @@ class Precision:
         leave each as it is, such as a frozen base in bfloat16 beside trained parameters in
         float32.
     - `compute_except`: regular expressions. Arrays in whose paths one is found are left in
-        their own type, gathered in it, and their gradients summed in it: of the model
+        their own type, gathered in it, and their gradients summed in it: those of the model
         (`rotary.table`, as [`eqxshard.explain`][] prints them), the batch (`batch.time`)
-        and `extra` (`extra.scale`). Such as times, positions and ids, which bfloat16
+        and `extra` (`extra.scale`). Name times, positions and ids here, which bfloat16
         rounds beyond 256.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
-    - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
-        finite steps it doubles.
+    - `initial_scale`, `scale_every`: the initial loss scale of float16, and the number of
+        finite steps after which it doubles.
+
+    **Raises:**
+
+    `ValueError` if a type is not floating-point, a number is less than 1, or a text of
+    `compute_except` is not a regular expression; `TypeError` if that is a single text.
 
     !!! Example
 
@@ -88,7 +93,7 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would underflow without a loss scale."""
+        """True if gradients would underflow without a loss scale."""
         return self.computes_in(jnp.float16)
 
     def compute_type(self, path: str) -> DTypeLike | None:
@@ -111,12 +116,12 @@ class Precision:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def computes_in(self, dtype: DTypeLike) -> bool:
-        """Whether this is the type to compute in."""
+        """True if this is the type to compute in."""
         return self.compute is not None and jnp.dtype(self.compute) == dtype
 
 
 def _patterns(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The regular expressions of `compute_except`."""
+    """The regular expressions of `compute_except`, as a tuple; refuses other things."""
     if isinstance(patterns, str):
         raise UsageTypeError(
             f"Precision(compute_except={patterns!r}) is a text; give a tuple of regular "
@@ -139,7 +144,7 @@ def _name(path: str) -> str:
 
 
 def check_patterns(patterns: Iterable[str], paths: Iterable[str]) -> None:
-    """Refuse a pattern of `compute_except` that no path has: most likely it is misspelt."""
+    """Refuse a pattern of `compute_except` that matches no path: it may be misspelt."""
     names = [*map(_name, paths)]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):

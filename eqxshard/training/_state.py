@@ -54,11 +54,11 @@ class MadeWith:
     precision: Precision | None
 
     def fits(self, model: PyTree) -> bool:
-        """Whether `trained` is of a model of this structure."""
+        """True if `trained` is that of a model of this structure."""
         return self.trained is True or len(self.trained) == len(jax.tree.leaves(model))
 
     def trainable(self, model: PyTree) -> PyTree[bool]:
-        """Which leaves of a model are trained."""
+        """The leaves of a model that are trained, as a filter spec."""
         if not self.fits(model):
             raise UsageError(
                 "the model has other leaves than when its state was made; give "
@@ -92,8 +92,8 @@ class TrainState:
     # rest of the dispatch and which a training loop rarely does. `_flat` is
     # `(arrays, static)` of a state that a step returned; `_values` are the fields, once
     # they are built. At least one of the two is there. `_beside` are weak references to the
-    # arrays that were beside the state when a step returned it: what is older than a state
-    # has none of its memory.
+    # arrays that were beside the state when a step returned it: an array that is older than
+    # a state has none of its memory.
     __slots__ = ("_beside", "_flat", "_values")
     _beside: list[Any]
     _flat: tuple[list[Any], Static] | None
@@ -167,7 +167,7 @@ class TrainState:
 
 
 def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
-    """A state's arrays and the rest of it, which is free if a step returned the state."""
+    """A state's arrays and the rest of it; costs nothing if a step returned the state."""
     if not isinstance(state, TrainState):
         raise UsageTypeError(
             f"a {type(state).__name__} is not a TrainState; make one with init_state."
@@ -186,7 +186,7 @@ def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
 def unflatten_state(
     arrays: list[Any], static: Static, beside: Sequence[Any] = ()
 ) -> TrainState:
-    """The reverse of `flatten_state`, free until its modules are needed.
+    """The reverse of `flatten_state`; costs nothing until its modules are needed.
 
     `beside` are arrays that were there before those of the state.
     """
@@ -233,7 +233,7 @@ def with_state(model: PyTree, model_state: eqx.nn.State | None) -> PyTree:
 
 
 def state_indices(model: PyTree) -> list[tuple[str, Any]]:
-    """The places of a model that look something up in its state, with their paths."""
+    """The indices by which a model looks values up in its state, with their paths."""
     found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_index)
     return [(leaf_path(path), node) for path, node in found if _is_index(node)]
 
@@ -249,7 +249,7 @@ def without_state(made: PyTree) -> tuple[PyTree, eqx.nn.State | None]:
     return made, None
 
 
-# What one run trains: a state, or a PyTree of several, such as those of a GAN.
+# The states that one run trains: one, or a PyTree of several, such as those of a GAN
 
 
 def _is_state(node: Any) -> bool:
@@ -294,7 +294,7 @@ def trained_paths(states: PyTree[Any]) -> set[str]:
     for path, state in found:
         trained: PyTree[bool] = True
         if state.made_with is not None:
-            # A model that was exchanged has its trained arrays elsewhere.
+            # Of a model that was exchanged, nobody knows which arrays are trained.
             known = state.made_with.fits(state.model)
             trained = state.made_with.trainable(state.model) if known else False
         params, _ = split_model(state.model, trained)
@@ -325,7 +325,7 @@ class StateLayout(NamedTuple):
         under `zero1` is not that of the parameter.
     - `opt_state`: the sharding of each array of the optimizer's state.
     - `replicated`: the sharding of everything else.
-    - `rule`: what decided.
+    - `rule`: the rule that decided.
     """
 
     model: PyTree[NamedSharding | None]
@@ -340,7 +340,7 @@ class StateLayout(NamedTuple):
         return self.replicated.mesh  # pyright: ignore[reportReturnType]
 
     def of(self, state: TrainState) -> TrainState:
-        """The shardings of a state: a prefix of it."""
+        """The shardings of a state, as a PyTree that is a prefix of it."""
         rest = self.replicated
         fields = (rest, self.model, self.opt_state, rest, rest, rest)
         return TrainState.tree_unflatten(state.made_with, fields)
@@ -361,7 +361,7 @@ def make_layout(
 
     **Arguments:**
 
-    - `model`, `opt_state`: of the state, or `jax.ShapeDtypeStruct`s for their arrays.
+    - `model`, `opt_state`: those of the state, with arrays or `jax.ShapeDtypeStruct`s.
     - `params`: the trained part of the model, `None` in the place of everything else.
     - `mesh`, `rule`: as for [`eqxshard.init_state`][].
     """
@@ -395,7 +395,7 @@ def _array_paths(tree: PyTree) -> list[Any]:
 
 
 def is_offloaded(leaf: Any, rule: Rule) -> bool:
-    """Whether a leaf of the optimizer's state is kept in host memory between steps.
+    """True if a leaf of the optimizer's state is kept in host memory between steps.
 
     Its sharding says so too, but not on devices that are only there to compile for.
     """
@@ -403,7 +403,7 @@ def is_offloaded(leaf: Any, rule: Rule) -> bool:
 
 
 def fetch_offloaded(opt_state: PyTree, layout: StateLayout) -> PyTree:
-    """Inside jit: an optimizer's state, also what is in host memory between steps."""
+    """Inside jit: an optimizer's state on the devices, wherever it is between steps."""
     return _move(opt_state, layout, jax.memory.Space.Device)
 
 
@@ -426,13 +426,13 @@ def _move(opt_state: PyTree, layout: StateLayout, to: Any) -> PyTree:
 def unused_axes(
     state: TrainState, mesh: AnyMesh, rule: Rule, lower: Callable[[], jax.stages.Lowered]
 ) -> Iterator[str]:
-    """What to warn of: a rule, or axes, that split nothing.
+    """Warnings about a rule, or axes of the mesh, that split nothing.
 
     **Arguments:**
 
     - `state`, `mesh`, `rule`: those of the step.
-    - `lower`: lowers the step; called if an axis splits no array of the state, which the
-        loss may still use.
+    - `lower`: lowers the step; called if an axis splits no array of the state, since the
+        loss may still use the axis.
     """
     idle = _idle_axes(state, mesh)
     splits_none = len(idle) == sum(n > 1 for n in mesh.shape.values())
@@ -466,7 +466,7 @@ def repeated_axes(
 
 
 def describe_repeated(axis: str, size: int) -> str:
-    """What is wrong with an axis of `repeated_axes`."""
+    """A phrase on what is wrong with an axis of `repeated_axes`."""
     return f"nothing is split over {axis}={size}, so its devices repeat the same work"
 
 

@@ -1,6 +1,6 @@
-"""What a step is compiled for, its `Key`; and how train and eval steps are called.
+"""`StepMachine`: the compiled programs of a train or eval step, and how they are called.
 
-`StepMachine` looks up the program of a key, checks the arguments, and calls it.
+It looks up the program of a `Key`, checks the arguments, and calls it.
 """
 
 import collections
@@ -50,19 +50,19 @@ from ._jit import Program, call_jitted, jit_on, lower_for
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
 
-#: Two keep a device busy while the host prepares the next. More only hold memory, and
+#: Two steps keep a device busy while the host prepares the next. More only hold memory, and
 #: simulated CPU devices, whose collectives share one pool of threads, deadlock after some
 #: hundreds.
 IN_FLIGHT = 2
 
 
 class Key(NamedTuple):
-    """What the program of a step depends on.
+    """The facts that the program of a step depends on.
 
-    - `static`: all of the state but its arrays, a `Static`; `None` for a step without one.
-    - `signature`: that of what the step keeps: the model to measure, or the `extra`; `None`
-        for nothing.
-    - `kind`: one batch or several.
+    - `static`: the state without its arrays, a `Static`; `None` for a step without a state.
+    - `signature`: the signature of the argument that the step keeps (does not donate): the
+        model to measure, or the `extra`; `None` without one.
+    - `kind`: the kind of input: one batch, or several.
     """
 
     static: Any
@@ -71,7 +71,7 @@ class Key(NamedTuple):
 
     @property
     def kept(self) -> Any:
-        """The signature of what the step keeps, or of nothing."""
+        """The signature of the argument that the step keeps, or of nothing."""
         return self.signature or NOTHING
 
 
@@ -83,11 +83,11 @@ class Variant:
         new arrays and metrics.
     - `mesh`: the mesh that it runs on.
     - `precision`, `accumulate`: as for [`eqxshard.make_train_step`][].
-    - `rule`, `shardings`: of the state: the sharding of each of its arrays.
-    - `jitted`: the function compiled.
+    - `rule`, `shardings`: the rule of the state, and the sharding of each of its arrays.
+    - `jitted`: the jitted function.
     - `batch_sharding`: that of a batch; `None` for any.
     - `is_new`: whether it is still to be linted, and to run for the first time.
-    - `memory`: what it needs, once it is known.
+    - `memory`: the memory that it needs, once it is known.
     """
 
     fn: Callable[..., tuple[list[Any], Metrics]]
@@ -107,7 +107,7 @@ class Call(NamedTuple):
 
     - `key`, `variant`: the program.
     - `state`, `arrays`: the state, if there is one, and its arrays.
-    - `kept`: the arrays of what the step keeps.
+    - `kept`: the arrays of the argument that the step keeps.
     """
 
     key: Key
@@ -135,14 +135,15 @@ class InFlight:
     def make_room(self) -> None:
         """Wait for the oldest until there is room for one more.
 
-        Before a call, which takes its donated inputs: an interrupt finds them whole.
+        This comes before the call that takes its donated inputs, so that an interrupt
+        finds them whole.
         """
         while len(self._results) >= IN_FLIGHT:
             try:
                 oldest = self._results.popleft()
             except IndexError:
                 return  # Another thread was faster.
-            # NumPy's has no such method: a user's own step may return one.
+            # A NumPy array, which a user's own step may return, has no such method.
             wait = getattr(oldest, "block_until_ready", bool)
             wait()
 
@@ -156,11 +157,11 @@ class StepMachine:
 
     **Arguments:**
 
-    - `name`: that of a single step in profiles and compiled modules.
+    - `name`: the name of a single step in profiles and compiled modules.
     - `user_fn`: the function that the step is for.
-    - `keeps`: what errors call what the step keeps.
-    - `make`: makes the program for a key, but for what is compiled, given the state and
-        the arrays that are kept.
+    - `keeps`: the name, in errors, of the argument that the step keeps.
+    - `make`: makes the variant for a key, not compiled yet, from the state and the arrays
+        that are kept.
     - `max_compiles`, `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
 
     **Raises:**
@@ -186,14 +187,14 @@ class StepMachine:
         self._levels = lint_levels(lint)
         self._compiler_options = compiler_options
         self._reported: set[Finding] = set()
-        # Where the program of a key is, once it is made. This drops the one whose last use
-        # is the longest ago.
+        # For each key a list, which has its program once that is made. The cache drops the
+        # key whose last use is the longest ago.
         self._places = ft.lru_cache(MAX_PROGRAMS)(_place_for)
         self._largest: Memory | None = None
         self._in_flight = InFlight()
 
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
-        """The program for a state, or none, and for what is kept, or nothing."""
+        """The program for a state and an argument that is kept; both may be `None`."""
         arrays, static = ([], None) if state is None else flatten_state(state)
         kept, signature = ([], None) if kept is None else Signature.of(kept, self._keeps)
         key = Key(static, signature, kind)
@@ -252,7 +253,7 @@ class StepMachine:
         try:
             if variant.is_new:
                 return self._run_first(call, batch)
-            # Negative weights, as far as they are on the host; a step takes others for nan.
+            # Refuses negative weights on the host; on devices, a step takes them for nan.
             check_weights(batch)
             place = variant.batch_sharding
             batch = placed(key.kind, batch, variant.mesh, place, variant.accumulate)
@@ -272,7 +273,7 @@ class StepMachine:
     def _run_first(self, call: Call, batch: PyTree) -> tuple[Any, Metrics]:
         """Lint a program, run it for the first time, and wait for it.
 
-        Most that need too much memory fail the first time, and say so here.
+        Most programs that need too much memory fail the first time, and say so here.
         """
         key, variant, _, arrays, kept = call
         check_state_not_donated(arrays)
@@ -285,7 +286,7 @@ class StepMachine:
             program, findings = self.inspect(call, batch)
             self._measure(call, batch, program)
             self._report(findings)
-        # Where these could not be made, the step is not to blame.
+        # If these arrays could not be made, the step is not to blame.
         with explaining_state(arguments_of(call)):
             jax.block_until_ready((arrays, kept))
         variant.is_new = False
@@ -294,7 +295,7 @@ class StepMachine:
         return state, metrics
 
     def _explain(self, error: Exception, call: Call, batch: PyTree) -> None:
-        """Say what is at fault where a call failed: the memory, or what it was given."""
+        """Say why a call failed: for lack of memory, or because of its arguments."""
         key, variant = call.key, call.variant
         if is_out_of_memory(error) and not says_what_it_needs(error):
             memory = variant.memory or self._measure(call, batch)
@@ -310,7 +311,7 @@ class StepMachine:
         shorten_traceback(error)
 
     def _measure(self, call: Call, batch: PyTree, program: Program | None = None) -> Memory:
-        """Find out what a program needs, and remember the largest."""
+        """Find out how much memory a program needs, and remember the largest."""
         memory = Memory.of(self._named(call.key, batch), call, batch, program)
         call.variant.memory = memory
         if self._largest is None or (memory.peak or 0) > (self._largest.peak or 0):
@@ -318,7 +319,7 @@ class StepMachine:
         return memory
 
     def describe_memory(self) -> str | None:
-        """What the largest of the programs needs, and what to do if it does not fit."""
+        """The memory that the largest program needs, and what to do if it does not fit."""
         return self._largest and self._largest.describe()
 
     def _named(self, key: Key, batch: PyTree) -> str:
@@ -327,9 +328,9 @@ class StepMachine:
     def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
         """Compile the program; also return what lint finds in it, whatever the level.
 
-        Arrays are taken to be where the program takes them, wherever they are.
+        It is compiled for arrays where the program takes them, wherever they are.
         """
-        # Only a first call needs it, and what reads compiled programs.
+        # Imported late: only first calls, and readers of compiled programs, need it.
         from ._lint_step import lint_step
 
         key, variant, state, arrays, _ = call
@@ -342,14 +343,14 @@ class StepMachine:
         return program, [*lint_step(call, program, batch)]
 
     def _report(self, findings: list[Finding]) -> None:
-        """Warn of findings, or raise `ValueError`; of each once."""
+        """Warn of findings, or raise `ValueError`; each is reported once."""
         where = f"the {self._name.replace('_', ' ')} of {self._of}"
         report([x for x in findings if x not in self._reported], self._levels, where)
         self._reported.update(findings)
 
 
 def _place_for(key: Key) -> list[Variant]:
-    """Where the program of a key will be."""
+    """An empty list, for the program of a key."""
     return []
 
 
@@ -360,7 +361,7 @@ def _adopt(call: Call) -> Call:
     check_shardings(call.state, shardings)
     arrays = copy_shared(filter_shard(call.arrays, [*shardings]))
     state = unflatten_state(arrays, call.key.static)
-    # Something else may have its arrays: it is a state that was read.
+    # Marks the state as one that was read: something else may have its arrays.
     state._fields()
     return call._replace(state=state, arrays=arrays)
 

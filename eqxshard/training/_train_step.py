@@ -58,13 +58,12 @@ def make_train_step(
 
     - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
         `losses` has one floating-point number per example of the batch, or is a scalar,
-        their mean. Each
-        entry of the dict `metrics` has one number or array per example, or is a scalar;
-        its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
-        If the batch is a dict, its entry `"__weight__"` says how much each example
-        counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
-        alone; both need losses per example. Weights are not negative, nor is the sum of
-        loss weights. If no loss of a batch counts, the step changes nothing but
+        their mean. Each entry of the dict `metrics` has one number or array per example,
+        or is a scalar; its name is not `loss` or `nonfinite`. The step minimises the mean
+        over examples. If the batch is a dict, its entry `"__weight__"` says how much each
+        example counts, in the loss and in metrics, and `"__loss_weight__"` how much in
+        the loss alone; both need losses per example. Weights are not negative, nor is the
+        sum of loss weights. If no loss of a batch counts, the step changes nothing but
         `state.step`, and its loss is not reported. Examples of weight 0 have no loss of
         their own, but a loss that compares examples, such as a contrastive one, still
         sees them, and has to mask them itself. They may contain nan, for which the loss
@@ -76,26 +75,26 @@ def make_train_step(
     - `optim`: an optax optimizer, the one the state was made with. It gets gradients that
         point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
-        [`eqxshard.init_state`][] made the state with. A step changes no types of
-        parameters, so `precision.params` must be those of the state.
+        [`eqxshard.init_state`][] made the state with. A step does not change the types of
+        parameters, so `precision.params` must be that of the state.
     - `accumulate`: split the batch into this many microbatches and take their gradients in
-        turn, to save memory. Of values per example, none of which looks at another example,
-        the result is that of the whole batch, whatever the weights. Of a scalar it is the
-        mean over microbatches, which a warning says: return values per example where some
-        count more, such as in a mean over tokens. Each microbatch gets a key of its own,
-        and a model's state passes from one to the next.
-    - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
-        finite: a parameter, or what the optimizer and the model keep, where it was finite
-        before. `"skip"` leaves all of these exactly as they were, counts the step in
-        `Metrics.nonfinite` and excludes it from means; `"raise"` waits for every step and
-        raises (the state was donated, so continue from what you saved); `"ignore"` does
-        not check.
+        turn, to save memory. With losses and metrics per example, none of which looks at
+        another example, the result is that of the whole batch, whatever the weights. A
+        scalar is averaged over microbatches, which a warning says: return values per
+        example where some count more, such as in a mean over tokens. Each microbatch gets
+        a key of its own, and a model's state passes from one to the next.
+    - `nonfinite`: what to do if the loss, a gradient or a value that the step would write
+        is not finite. Such values are the parameters, the optimizer's state and the model's
+        own, where they were finite before. `"skip"` leaves all of these exactly as they
+        were, counts the step in `Metrics.nonfinite` and excludes it from means; `"raise"`
+        waits for every step and raises (the state was donated, so continue from what you
+        saved); `"ignore"` does not check.
     - `grad_norms`: whether to add a metric `grad_norm`, the norm of all gradients before
         the optimizer sees them.
     - `max_compiles`: how many times the step may compile; one more raises. By default it
-        may compile any number of times. Each that is not expected is explained in the log:
-        which argument changed. (Expected are the first of a single step, and the first of
-        `many` for each number of batches.) The step keeps the 64 programs that were used
+        may compile any number of times. For each compilation that is not expected, the log
+        says which argument changed. (The first of a single step is expected, and the first
+        of `many` for each number of batches.) The step keeps the 64 programs that were used
         last.
     - `lint`: what to do about findings when the step first compiles: `"warn"` (with an
         [`eqxshard.inspect.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or
@@ -109,9 +108,10 @@ def make_train_step(
 
     **Raises:**
 
-    `TypeError` if `optim` is not an optimizer. `ValueError` if `accumulate`, `nonfinite`,
-    `max_compiles` or `lint` is invalid, or `nonfinite` does not suit float16, which needs
-    `"skip"`. When it is first called, `ValueError` if XLA knows no such option.
+    `TypeError` if `optim` is not an optimizer, or `loss_fn` is one. `ValueError` if
+    `accumulate`, `nonfinite`, `max_compiles` or `lint` is invalid, or `nonfinite` does not
+    suit float16, which needs `"skip"`. When the step is first called, `ValueError` if XLA
+    does not know one of `compiler_options`.
 
     !!! Example
 
@@ -150,7 +150,7 @@ def make_train_step(
 
 
 class TrainStep:
-    """What [`eqxshard.make_train_step`][] returns: call it with a state and a batch.
+    """The step of [`eqxshard.make_train_step`][]: call it with a state and a batch.
 
     At most two steps are in flight: a call blocks only until the second-to-last step has
     finished.
@@ -159,7 +159,7 @@ class TrainStep:
     def __init__(self, config: StepConfig, machine: StepMachine):
         #: The settings of the step.
         self.config = config
-        #: Its programs.
+        #: The programs of the step.
         self.machine = machine
 
     def __call__(
@@ -184,9 +184,9 @@ class TrainStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh, or the state was donated
-        before, or belongs to another mesh, rule or optimizer, or has to compile
-        more than `max_compiles` times, or lint finds an error (nothing is donated then);
+        `ValueError` if the batch does not divide over the mesh, the state was donated
+        before or belongs to another mesh, rule or optimizer, the step would compile more
+        than `max_compiles` times, or lint finds an error (nothing is donated then);
         `FloatingPointError` under `nonfinite="raise"`.
         """
         call = self.machine.look_up(state, extra, ONE_BATCH)
@@ -272,7 +272,7 @@ def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> N
 
 
 def _check_precision(config: StepConfig, state: TrainState, params: PyTree) -> None:
-    """Refuse a precision that asks of the state what only `init_state` does."""
+    """Refuse a precision that the state does not have: only `init_state` applies it."""
     mine, made = config.precision, state.made_with and state.made_with.precision
     if mine is None or mine == made:
         return
@@ -280,7 +280,7 @@ def _check_precision(config: StepConfig, state: TrainState, params: PyTree) -> N
     wanted = jnp.dtype(mine.params)
     types = {x.dtype for _, x in array_leaves(params)}
     others = {x for x in types if jnp.issubdtype(x, jnp.floating)} - {wanted}
-    # Without one, the types are those that `make_model` chose.
+    # A state that was made without a precision has the types that `make_model` chose.
     if others and (made is not None or wanted != jnp.dtype(Precision.params)):
         raise UsageError(
             f"the step has Precision(params={wanted.name}), and the state has parameters "

@@ -84,7 +84,7 @@ class StepConfig:
         check_options(self.accumulate, self.nonfinite, self.precision)
 
     def following(self, state: TrainState) -> "StepConfig":
-        """These settings; in place of those that were not given, the state's."""
+        """These settings, with those of the state in place of `None`."""
         made = state.made_with
         if self.rule is None and made is None:
             raise UsageError(
@@ -106,7 +106,7 @@ class StepConfig:
 def check_options(
     accumulate: int, nonfinite: Nonfinite, precision: Precision | None
 ) -> None:
-    """Refuse options of a step that make no sense."""
+    """Refuse options of a step that are out of range, or contradict one another."""
     if accumulate < 1:
         raise UsageError(f"accumulate={accumulate} must be at least 1.")
     if nonfinite not in ("skip", "raise", "ignore"):
@@ -122,13 +122,13 @@ def check_options(
 class Gradients(NamedTuple):
     """The gradients of a batch, its loss and its metrics.
 
-    - `grads`: of the trained arrays, each where it is updated.
+    - `grads`: the gradients of the trained arrays, each where its array is updated.
     - `loss`: the mean loss.
     - `sums`: for the loss and each metric, the weighted sum over the examples.
     - `weight`: the sum of the examples' weights.
     - `weights`: as in [`eqxshard.training.Metrics`][].
     - `model_state`: the model's own state after the batch.
-    - `is_step`: whether the loss of an example counts; `None` if all count.
+    - `is_step`: as `_examples.is_step` returns it.
     """
 
     grads: PyTree
@@ -155,7 +155,7 @@ def train_step(
 
     - `config`: the loss function, the optimizer and the other settings.
     - `layout`: the shardings of the state.
-    - `static`, `signature`: of the state and of the step's `extra`: all but their arrays.
+    - `static`, `signature`: the state and the step's `extra`, without their arrays.
     - `arrays`, `kept`, `batch`: the arrays of the state and of the `extra`, and a batch.
 
     **Returns:**
@@ -180,7 +180,7 @@ def train_step(
     params, opt_state, model_state = new
     loss_scale = state.loss_scale
     if loss_scale is not None:
-        # Another scale helps against gradients that do not fit, not against updates.
+        # Another scale helps gradients that do not fit, but not other faults of an update.
         fits = gradients_fit(grads, loss, layout)
         loss_scale = _where(is_step, loss_scale.after(fits, config.precision), loss_scale)
     state = replace(
@@ -203,7 +203,7 @@ def train_step(
 
 
 def _where(is_step: Bool[Array, ""] | None, new: PyTree, old: PyTree) -> PyTree:
-    """The new values, unless the loss of no example counts."""
+    """The new values; the old ones if no example's loss counts."""
     if is_step is None:
         return new
     return jax.tree.map(lambda x, y: jnp.where(is_step, x, y), new, old)
@@ -221,7 +221,7 @@ def compute_gradients(
 
     **Arguments:**
 
-    - `config`, `layout`, `state`, `batch`: of the step.
+    - `config`, `layout`, `state`, `batch`: those of the step.
     - `extra`: the fourth argument of the loss function, if it is not `None`.
     - `extra_storage`: the shardings of its arrays.
 
@@ -231,7 +231,7 @@ def compute_gradients(
     """
     params, frozen = split_model(state.model, config.trainable)
     weight = total_weight(example_weights(batch))
-    # Microbatches are divided by the weight of the batch, and so add up to its mean.
+    # The losses of microbatches, divided by the weight of the batch, add up to its mean.
     loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
     storage, update = (
@@ -241,7 +241,7 @@ def compute_gradients(
     def mean_loss(
         params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: Array
     ) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
-        """The mean over a microbatch; the sums of loss and metrics, and the new state."""
+        """A microbatch's part of the mean loss; the sums of loss and metrics; the state."""
 
         def call(given: Any, batch: PyTree, model_state: PyTree, key: Array) -> Any:
             model = given["model"]
@@ -308,7 +308,7 @@ def _mean(total: Array, weight: Array) -> Array:
 def _split_result(
     out: Any, model_state: PyTree, config: StepConfig
 ) -> tuple[dict[str, Any], PyTree]:
-    """The losses and metrics by name, and the model's new state, that a user returned."""
+    """The losses and metrics by name, and the model's new state, of a loss function."""
     values = [*out] if isinstance(out, tuple) else [out]
     new_state = None if model_state is None else values.pop()
     if jax.tree.structure(new_state) != jax.tree.structure(model_state):
@@ -330,14 +330,14 @@ def _split_result(
 
 
 def _check_losses(losses: Any) -> None:
-    """Refuse integers and booleans, of which JAX's gradient is 0."""
+    """Refuse integers and booleans, whose gradient is 0 in JAX."""
     if not eqx.is_array_like(losses):
         return
     dtype = jnp.result_type(losses)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise UsageTypeError(
             f"the loss is {dtype.name}, which has no gradient; return floating-point "
-            "numbers that the model's determine, and counts of mistakes as a metric."
+            "numbers that depend on the parameters, and counts of mistakes as a metric."
         )
 
 
@@ -354,8 +354,8 @@ def accumulate_gradients(
     `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
 
     Microbatch `i` is every `count`-th row from row `i`, because consecutive rows would
-    all be on a few of the devices. It is taken out of the batch when it is its turn: to
-    make them all at once would need the memory of another batch.
+    all be on a few of the devices. It is taken out of the batch when its turn comes: to
+    make all of them at once would need the memory of another batch.
     """
     sharding = batch_sharding(mesh)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), batch)

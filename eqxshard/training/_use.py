@@ -1,8 +1,8 @@
 """Parameters on their way from where they are stored to where they are used, and back.
 
 A stored parameter is a value: a `Stored`, which is an array and, as static data, how to
-gather it. The user's code is traced with arrays that were gathered, and evaluated with
-parameters that still are as they are stored. Where it loops over stacked layers, each in
+gather it. The user's code is traced with gathered arrays, and then evaluated with the
+parameters as they are stored. Where it loops over stacked layers, each in
 `jax.checkpoint`, as [`eqxshard.scan_layers`][] does, the loop takes the layers of a
 `Stored`, and each iteration gathers one. Every other equation takes gathered arrays.
 """
@@ -60,15 +60,16 @@ def call_as_used(
     **Arguments:**
 
     - `fn`: a function that calls the user's code.
-    - `given`: a dict of which the entry `model` is the model, as `storage` and `update`
-        are, which have the shardings of its arrays and of their gradients.
+    - `given`: a dict of PyTrees, whose entry `model` is the model.
+    - `storage`, `update`: dicts like it, with the shardings of the arrays, and of their
+        gradients.
     - `batch`: a batch.
     - `others`: more arguments, which are the same on all devices.
-    - `mesh`, `precision`: of the step.
+    - `mesh`, `precision`: those of the step.
 
     **Returns:**
 
-    What the function returns.
+    The result of the function.
     """
     if precision is not None:
         batch = precision.cast(batch, "batch")
@@ -117,26 +118,26 @@ class Stored(eqx.Module):
 
     @property
     def is_split(self) -> bool:
-        """Whether there is something to gather."""
+        """True if there is something to gather."""
         return compute_sharding(self.storage).spec != self.storage.spec
 
     @property
     def splits_layers(self) -> bool:
-        """Whether the first dim, that of layers in a stack, is split."""
+        """True if the first dim, that of layers in a stack, is split."""
         specs = (self.storage.spec, self.update.spec)
         sizes = self.storage.mesh.shape
         return any(sizes[axis] > 1 for spec in specs if spec for axis in axes_of(spec[0]))
 
     @property
     def may_be_stack(self) -> bool:
-        """Whether a loop may gather it layer by layer: it may be a stack of matrices.
+        """True if a loop may gather it layer by layer: it may be a stack of matrices.
 
-        For a stack of vectors alone, such as biases, no code is traced a second time.
+        For a stack of vectors alone, such as biases, it is not worth tracing code twice.
         """
         return self.is_split and not self.splits_layers and self.array.ndim > 2
 
     def layers(self) -> "Stored":
-        """The stack as a loop takes it apart: with the sharding of one layer."""
+        """The stack as a loop takes it apart: with the shardings of one layer."""
         storage, update = (
             NamedSharding(each.mesh, PartitionSpec(*each.spec[1:]))
             for each in (self.storage, self.update)
@@ -181,13 +182,14 @@ def gather_all(
     mesh: AnyMesh,
     precision: Precision | None = None,
 ) -> tuple[PyTree, list[Stored | None]]:
-    """A model as it is used: each array gathered along the axes that split the batch.
+    """PyTrees as they are used: each array gathered along the axes that split the batch.
 
-    It is the entry `model` of a dict, beside what else a step is given.
+    **Arguments:** as for `call_as_used`, with `given` as `model`.
 
     **Returns:**
 
-    The model; and for each of its leaves how it is stored, if it is on the mesh.
+    The dict with gathered arrays; and a `Stored` for each of its leaves, or `None` for
+    those that are not stored on the mesh.
     """
     every: list[Stored | None] = []
 
@@ -195,7 +197,7 @@ def gather_all(
         dtype = None if precision is None else precision.compute_type(leaf_path(keys))
         stored = None
         if storage is not None:
-            # In user code, which may be a loop over layers, on the axes that it sees.
+            # On the axes that user code sees, where it may loop over layers.
             leaf = to_explicit(leaf, storage)
             stored = Stored(leaf, storage, update or storage, dtype)
         if leaf is not None:
@@ -210,12 +212,12 @@ def gather_all(
 def gather_in_loops(
     fn: Callable[..., Any], args: Sequence[Any], stored: Sequence[Stored | None]
 ) -> Any:
-    """Call a function of a model that was gathered, and gather stacked layers one by one.
+    """Call a function of gathered arrays, but gather stacked layers one by one.
 
     **Arguments:**
 
     - `fn`: a function of PyTrees.
-    - `args`: its arguments, of which the first leaves are those of the model.
+    - `args`: its arguments, of which the first leaves are those that were gathered.
     - `stored`: from `gather_all`.
     """
     if not is_rewriting() or looks_for_nan():
@@ -263,7 +265,7 @@ class _Loops:
         )
 
     def are_in(self, jaxpr: Any) -> bool:
-        """Whether a jaxpr has loops."""
+        """True if a jaxpr has loops over stacked layers."""
         return any(
             _is_loop(eqn, i)
             for eqn in open_jaxpr(jaxpr).eqns
@@ -303,12 +305,12 @@ def _as_array(value: Any) -> Any:
 
 
 def _no_rule(jaxpr: Any) -> dict[int, Any]:
-    """For code per device, which takes gathered arrays."""
+    """The rule for code per device, which takes gathered arrays: it picks nothing."""
     return {}
 
 
 def _reads(eqn: Any, i: int, x: Any) -> bool:
-    """Whether an equation is given an input as it is stored."""
+    """True if an equation is given an input as it is stored."""
     if not isinstance(x, Stored):
         return False
     if x.is_layer and eqn.primitive.name in CHECKPOINTS:
@@ -317,10 +319,10 @@ def _reads(eqn: Any, i: int, x: Any) -> bool:
 
 
 def _is_loop(eqn: Any, i: int) -> bool:
-    """Whether an equation loops over an input, each part of it for `jax.checkpoint` alone.
+    """True if an equation loops over an input for functions in `jax.checkpoint` alone.
 
-    Or passes it on to a loop. Parts for anything else would all be kept for the backward
-    pass once they are gathered.
+    Also if it passes the input on to such a loop. If anything else took parts of the input,
+    all of them would be kept for the backward pass once they are gathered.
     """
     name = eqn.primitive.name
     if name == "scan":
@@ -329,7 +331,7 @@ def _is_loop(eqn: Any, i: int) -> bool:
         is_part = i >= sum(scan_counts(eqn)) and inside.invars[i] not in inside.outvars
         return is_part and all(each.primitive.name in CHECKPOINTS for each, _ in readers)
     parts = [*jaxprs_in(eqn.params)] if name in ("jit", "cond", *CHECKPOINTS) else []
-    # The first input of a branch is the second of all.
+    # The first input of a branch is the second of the equation.
     before = 1 if name == "cond" else 0
     return i >= before and any(
         _is_loop(*reader)
@@ -347,7 +349,7 @@ def _readers(jaxpr: Any, variable: Any) -> list[tuple[Any, int]]:
 
 # Stacked layers
 
-#: A policy of `jax.checkpoint`, or the name of one of these.
+#: A policy of `jax.checkpoint`, or the name of one of ours.
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
 
 #: Products with weights, but not the scores of each pair of tokens; and attention's output.
@@ -355,7 +357,7 @@ _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names("attention"),
 )
-#: As a policy says it of one operation. There is no public name for the value itself.
+#: The value by which a policy offloads an operation. It has no public name.
 _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
     jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ()))
 )
@@ -381,13 +383,13 @@ def scan_layers(
 
     - `layers`: a module whose arrays have a leading dim of layers, as made by
         `eqx.filter_vmap(make_layer)(keys)`. Inside a step these must be the model's own
-        arrays; change them (cast them, say) inside the layer. Of others, all layers are
-        gathered at once, which lint finds.
+        arrays; change them (cast them, say) inside the layer. All layers of other arrays
+        are gathered at once, which lint finds.
     - `x`: the input of the first layer. Each layer returns the input of the next, of the
         same shapes and types.
     - `args`: more arguments, the same for all layers.
     - `key`: a random key; each layer gets one of its own as `key=`.
-    - `remat`: what of the inside of each layer to keep for the backward pass. The rest is
+    - `remat`: which values inside each layer to keep for the backward pass. The others are
         computed again.
         `"full"`: nothing. `"none"`: everything but gathered parameters. `"dots"`: the
         products with weights and the arrays named `"attention"`, as
@@ -402,7 +404,7 @@ def scan_layers(
     **Raises:**
 
     `TypeError` if the layers cannot be called, such as a list of them; `ValueError` if the
-    arrays do not all have the same leading dim, or if `remat` is another text.
+    arrays do not all have the same leading dim, or if `remat` is not one of these.
 
     !!! Example
 
@@ -457,16 +459,17 @@ def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
 
 
 def _keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
-    # Weights are gathered by these. To keep them would be to gather all layers at once.
+    # Weights are gathered by these operations. If their results were kept, all layers would
+    # be gathered at once.
     return prim.name not in ("sharding_constraint", "reshard")
 
 
 def _keep_products(prim: Any, *avals: Any, **params: Any) -> bool:
-    # To go backward, cuDNN's attention needs more of its results than the output.
+    # The backward pass of cuDNN's attention needs more of its results than the output.
     cudnn = prim.name.startswith("dot_product_attention_fwd")
     return cudnn or _PRODUCTS(prim, *avals, **params)
 
 
 def _offload(prim: Any, *avals: Any, **params: Any) -> Any:
-    """Keep the same in the host's memory."""
+    """Keep the results of `_keep_products` in the host's memory."""
     return _TO_HOST if _keep_products(prim, *avals, **params) else False

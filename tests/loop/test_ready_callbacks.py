@@ -157,6 +157,8 @@ def test_a_metric_that_was_never_finite_is_said_to_be_so(capfd):
     scores = [math.nan, math.inf, math.nan]
     assert int(stopped(EarlyStopping("eval/score", 3, mode="max"), scores).step) == 6
     assert "step 6: eval/score was not finite in 3 reports;" in capfd.readouterr().err
+    said = EarlyStopping("eval/score", 3, mode="max").ended({"best": None, "waited": 3})
+    assert said is not None and said.startswith("eval/score was not finite in 3 reports (")
 
 
 def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
@@ -179,7 +181,7 @@ def test_a_run_that_it_has_stopped_does_not_go_on_without_more_patience(tmp_path
     capfd.readouterr()
     assert again(1, []) == again(1, []) == 4
     assert capfd.readouterr().err.splitlines()[0] == (
-        "the run has ended at step 4: eval/score had not improved on 1.0 in 1 reports "
+        "the run has ended at step 4: eval/score had not improved on 1.0 in 1 report "
         "(with a larger patience= it would go on); nothing is left to do."
     )
     assert again(3, [2, 2, 0]) == 8

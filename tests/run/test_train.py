@@ -226,7 +226,7 @@ def other_entry(model, batch):
         ({"callbacks": [eqxshard.callbacks.EvaluateEMA(dict)]}, "average"),
         (
             {"callbacks": [eqxshard.callbacks.EvaluateEMA()], "eval_data": None},
-            "which has none; give fit evaluate=, or train a metric_fn and eval_data",
+            "which has none; give fit evaluate=, or give train a metric_fn and eval_data",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import step_helpers
-from helpers import make_batch, squared_errors
+from helpers import make_batch, make_mesh, squared_errors
 
 import eqxshard
 from eqxshard.training import _advice, _step
@@ -87,6 +87,19 @@ def test_what_the_devices_have_is_said_and_the_state_is_left(monkeypatch):
     assert "train_step of squared_errors needs" in said
     assert "; a device has 10.5 MB, of which 31.5 MB are in use. To fit, use " in said
     step(state, make_batch())
+
+
+def test_a_resident_dataset_counts_whole_on_each_device(monkeypatch):
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError(GPU)
+
+    source, mesh = eqxshard.data.ArraySource(make_batch(64)), make_mesh("data=8")
+    loader = eqxshard.Loader(source, batch_size=32, mesh=mesh, placement="device")
+    state, step = step_helpers.make("data=8", "replicate", lint="off")
+    monkeypatch.setattr(_step, "call_jitted", fails)
+    said = out_of_memory(step.many, state, loader.stacked(2))
+    # 64 rows of 12 numbers, of four bytes each.
+    assert "optimizer state 3.36 kB, dataset 3.07 kB. To fit, use " in said
 
 
 @pytest.mark.slow

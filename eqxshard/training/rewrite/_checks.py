@@ -7,9 +7,8 @@ array that it guards whole on every device. So the branches are taken out of the
 a step, which returns the number of the first check that failed; the host reads it, and
 raises Equinox's error.
 
-A number is not returned from everywhere, such as from the condition of a loop or from code
-for each device. A check in there stays where it is, but its callback does not raise: it
-tells the host to.
+Some code cannot return a number, such as the condition of a loop, or code for each device.
+A check in there stays where it is, but its callback does not raise: it tells the host to.
 """
 
 import functools as ft
@@ -34,10 +33,10 @@ _MOST_MESSAGES = 2**16
 class Errors:
     """Equinox's functions that raise the errors of a step's checks.
 
-    - `callbacks`: for each check that returns a number.
-    - `noted`: for each of the others that failed in this process, with the position of
-        its message.
-    - `has_others`: whether there are others.
+    - `callbacks`: the function of each check that returns a number.
+    - `noted`: the functions of other checks that failed in this process, each with the
+        position of its message.
+    - `has_others`: whether there are other checks.
     """
 
     def __init__(self):
@@ -55,10 +54,10 @@ class Errors:
 
 
 class Checks(eqx.Module):
-    """Whether the checks of a step held.
+    """The result of the checks of a step.
 
-    - `number`: that of the first check that failed, or 0.
-    - `errors`: what to raise.
+    - `number`: the number of the first check that failed, or 0.
+    - `errors`: the errors to raise.
     """
 
     number: Int[Array, ""]
@@ -69,7 +68,7 @@ class Checks(eqx.Module):
         failed = self.errors.failed(int(jax.device_get(self.number)))
         elsewhere: list[int] = []
         if self.errors.has_others:
-            # Which one process alone may have noted.
+            # One process alone may have noted that such a check failed.
             everyone = allgather_json(failed is not None)
             elsewhere = [
                 process for process, has_failed in enumerate(everyone) if has_failed
@@ -97,7 +96,7 @@ def number_checks(errors: Errors) -> Rule:
 
     **Arguments:**
 
-    - `errors`: where to put what the checks raise.
+    - `errors`: collects the errors that the checks raise.
     """
 
     def apply(check: "_Check", inputs: list[Any]) -> Checked:
@@ -188,12 +187,12 @@ class Checked(NamedTuple):
 
 
 def has_checks(jaxpr: Any) -> bool:
-    """Whether something is checked in a jaxpr, or in one inside of it."""
+    """True if something is checked in a jaxpr, or in one inside of it."""
     return any(map(raises, equations(jaxpr)))
 
 
 def raises(eqn: Any) -> bool:
-    """Whether an equation calls Equinox's function that raises."""
+    """True if an equation calls Equinox's function that raises."""
     callback = getattr(eqn.params.get("callback"), "callback_func", None)
     return (
         eqn.primitive.name == "pure_callback"
@@ -203,7 +202,7 @@ def raises(eqn: Any) -> bool:
 
 
 def raising(eqn: Any) -> int | None:
-    """If an equation is a check, the position of the one that raises, in its branch."""
+    """If an equation is a check, the position in its branch of the one that raises."""
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return None
     inside = open_jaxpr(eqn.params["branches"][1]).eqns

@@ -10,8 +10,8 @@ not change its result, apart from rounding:
   which take longer than it does. In a first layer, which has few input channels, patches of
   the input are small, and their product with the gradient of the output needs no copies.
 - The gradient of an input pads the gradient of the output by almost the size of the kernel,
-  and multiplies the padding, too. One kernel per row, and then the sum of what they give
-  for each row, needs no padding in that dim.
+  and multiplies the padding, too. One kernel per row, and then the sum of their results in
+  each row, needs no padding in that dim.
 - The gradient of a bias sums over all dims but one in the middle, for which XLA writes a
   transposed copy, too. A product with a vector of ones needs none.
 - The windows of an average pool, and of its gradient, run as a loop that nothing is fused
@@ -75,7 +75,7 @@ def _find_faster(eqn: Any, made_by: Mapping[Any, Any]) -> Callable[..., Array] |
 
 
 def _is_plain(aval: Any) -> bool:
-    """Whether a type is one of `_DTYPES`, and not split over Explicit axes of a mesh."""
+    """True if a type is one of `_DTYPES`, and not split over Explicit axes of a mesh."""
     return aval.dtype in _DTYPES and not any(aval.sharding.spec)
 
 
@@ -160,7 +160,7 @@ def _by_rows(
 
 
 def _is_weight_gradient(eqn: Any) -> bool:
-    """Whether patches of the input are no larger than the gradient of the output.
+    """True if patches of the input are no larger than the gradient of the output.
 
     In the convolution that is the gradient of a weight, the batch are the input channels,
     the output's gradient slides over the input, and the result is as large as the weight.
@@ -214,7 +214,7 @@ def _weight_gradient(
 
 
 def _is_bias_gradient(eqn: Any) -> bool:
-    """Whether all dims of images but the second are summed."""
+    """True if all dims of images but the second are summed."""
     aval = eqn.invars[0].aval
     summed = (0, *range(2, aval.ndim))
     if aval.ndim < 4 or aval.shape[0] == 1 or aval.dtype != jnp.float32:
@@ -230,7 +230,7 @@ def _bias_gradient(slope: Array) -> Array:
 
 
 def _is_pool(params: Mapping[str, Any]) -> bool:
-    """Whether windows follow each other, without padding."""
+    """True if windows follow each other, without padding."""
     window = params["window_dimensions"]
     dilations = (*params["base_dilation"], *params["window_dilation"])
     return (
@@ -243,7 +243,7 @@ def _is_pool(params: Mapping[str, Any]) -> bool:
 def _pool(x: Array, *, window: Sequence[int]) -> Array:
     """The sums of windows."""
     counts = [n // size for n, size in zip(x.shape, window, strict=True)]
-    # Its last rows and columns may fill no window.
+    # The last rows and columns may fill no window.
     ends = [count * size for count, size in zip(counts, window, strict=True)]
     x = jax.lax.slice(x, [0] * x.ndim, ends)
     x = x.reshape([n for pair in zip(counts, window, strict=True) for n in pair])
@@ -251,7 +251,7 @@ def _pool(x: Array, *, window: Sequence[int]) -> Array:
 
 
 def _is_pool_gradient(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
-    """Whether a sum over windows is of the padded gradient of a pool."""
+    """True if a sum over windows is that of the padded gradient of a pool."""
     (padded,), params = eqn.invars, eqn.params
     pad = None if isinstance(padded, Literal) else made_by.get(padded)
     if pad is None or pad.primitive.name != "pad":
@@ -260,7 +260,7 @@ def _is_pool_gradient(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
     if not isinstance(zero, Literal) or zero.val != 0:
         return False
     alone = all(
-        # Of all positions of a window, one has an entry, but for those after the last.
+        # Each window has one entry; there may be more padding after the last entry.
         low == inner == size - 1 <= high
         for (low, high, inner), size in zip(
             pad.params["padding_config"], params["window_dimensions"], strict=True

@@ -57,10 +57,10 @@ _Convolve = Callable[..., Array]
 class _Place:
     """A mesh that code runs on. If the code is per device along some axes, they are Manual.
 
-    - `convolve`: how to convolve on its devices.
+    - `convolve`: the convolution for its devices.
     - `left`: the axes that are left to XLA.
-    - `sizes`: the sizes of those that it may split arrays over.
-    - `rows`: those of them that split the batch.
+    - `sizes`: those of them that XLA may split arrays over, with their sizes.
+    - `rows`: those of these that split the batch.
     - `shards`: the number of parts of a batch.
     - `devices`: the number of parts that an array may have.
     """
@@ -88,8 +88,9 @@ def guard_partitioner(mesh: AnyMesh, convolve: _Convolve) -> Rule:
 
     **Arguments:**
 
-    - `mesh`: what the program runs on, with Auto axes.
-    - `convolve`: how to convolve there, from two arrays and the parameters of an equation.
+    - `mesh`: the mesh that the program runs on, with Auto axes.
+    - `convolve`: the convolution for its devices, of two arrays and the parameters of an
+        equation.
     """
     outermost = _Place(mesh, convolve)
 
@@ -125,8 +126,8 @@ def _apply(eqn: Any, place: _Place, fn: Callable[..., Array], inputs: list[Any])
 def _guard_scatter(eqn: Any, place: _Place) -> Callable[..., Array] | None:
     params, update = eqn.params, eqn.invars[2].aval
     dims = params["dimension_numbers"]
-    # The last dim has the numbers of one index. Those that are dims of both operands, as of
-    # `jnp.take_along_axis`, are no scatter.
+    # The last dim has the numbers of one index. Dims that both operands have, as in
+    # `jnp.take_along_axis`, are not scattered.
     *sizes, _ = eqn.invars[1].aval.shape
     # The first of several dims has the rows, which only the axes of the batch split.
     counts = [place.shards if len(sizes) > 1 else place.devices]
@@ -174,7 +175,7 @@ class _Split(NamedTuple):
 
     - `lhs`, `rhs`, `out`: the dims of its inputs and its result that are split; `None` for
         none.
-    - `params`: those of the convolution on each device.
+    - `params`: the parameters of the convolution on each device.
     - `sums`: whether the devices have parts of a sum.
     """
 
@@ -230,7 +231,7 @@ def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
             axis_names=per_device_axes,
             check_vma=False,
         )(lhs, rhs)
-        # Left to XLA, too, which need not send all of a sum to all devices.
+        # The sum is left to XLA, which need not send all of it to all devices.
         return jax.lax.reduce_sum(out, (0,)) if split.sums else out
 
     return run
@@ -243,7 +244,7 @@ def _find_split(
     sums_examples: bool,
     shards: int,
 ) -> _Split | None:
-    """Split the examples; else the groups, which may be the examples, as of `jax.vmap`."""
+    """Split the examples; else the groups, which `jax.vmap` may have made of examples."""
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     features, batches = params["feature_group_count"], params["batch_group_count"]
     if keeps_examples and batches == 1 and lhs[lhs_spec[0]] % shards == 0:
@@ -262,7 +263,7 @@ def _split_at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def _whole_window(spec: Sequence[int]) -> list[Any]:
-    """Spatial dims whole."""
+    """A spec that keeps spatial dims whole, and leaves the others to XLA."""
     return [_ANY if dim in spec[:2] else None for dim in range(len(spec))]
 
 
@@ -302,9 +303,9 @@ def mark_gradient(grad: Array) -> Array:
 
 
 def sum_tables_whole(jaxpr: Any) -> dict[int, Apply]:
-    """The rule for sums with gradients of lookups, and for gradients that are one."""
+    """The rule that sums gradients of lookups whole, before they are added or stored."""
     made_by = _made_by(jaxpr)
-    #: By gradient of a lookup, the sharding to sum it in.
+    #: The sharding to sum the gradient of each lookup in.
     whole: dict[Any, NamedSharding] = {}
     for eqn in jaxpr.eqns:
         mark = _maker(eqn.invars[0], made_by) if _is_constraint(eqn) else None
@@ -364,7 +365,7 @@ def _lookups(x: Any, made_by: dict[Any, Any]) -> Iterator[Any]:
 
 
 def _is_scattered(x: Any, made_by: dict[Any, Any]) -> bool:
-    """Whether a gradient is a scatter-add, or a sum with one."""
+    """True if a gradient is a scatter-add, or a sum with one."""
     pending, seen = [x], set()
     while pending:
         x = pending.pop()

@@ -7,7 +7,7 @@ object, which JAX lowers once however often it is called.
 
 Picked equations may be inside of jitted functions, loops, branches, `jax.checkpoint` and
 functions with a derivative of their own, which are built again around them. Inside of code
-for each device, and of what else has jaxprs, only some of the rules apply.
+for each device, and of other equations with jaxprs, only some of the rules apply.
 
 `run_rewritten` is the one door to all rewrites. A rewrite never makes a program fail, or
 differ beyond rounding, where plain JAX runs it. What a rewrite does not understand, it
@@ -47,7 +47,7 @@ from ._jaxprs import (
     scan_counts,
 )
 
-#: Their jaxprs are kernels.
+#: Primitives whose jaxprs are kernels.
 _KERNELS = ("pallas_call", "custom_partitioning")
 _DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 #: The names that `jax.checkpoint` has had.
@@ -59,12 +59,12 @@ class Interpreter:
 
     - `rules`: for code that can return the number of a check that failed.
     - `inner_rules`: for all other code, such as that of `jax.shard_map`.
-    - `plain`: makes an array of an input. An input may be another PyTree, in the place of
-        an array.
+    - `plain`: makes an array of an input, which may be another PyTree in the place of an
+        array.
     - `reads`: whether a picked equation can read an input as it is, by the position of the
         input; all other equations are given arrays.
-    - `differentiated`: whether nobody will differentiate the result; otherwise functions
-        with a derivative of their own stay as they are.
+    - `differentiated`: whether the program has been differentiated already; otherwise,
+        functions with a derivative of their own stay as they are.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Interpreter:
         self._jitted: dict[Any, Any] = {}
 
     def picks(self, jaxpr: Any) -> bool:
-        """Whether rules have something to say of a jaxpr, or of one inside of it."""
+        """True if a rule picks an equation of a jaxpr, or of one inside of it."""
         return bool(self._look(open_jaxpr(jaxpr)))
 
     def rewrite(self, jaxpr: Any) -> Any:
@@ -100,7 +100,7 @@ class Interpreter:
         def rewritten(*args: Any) -> Any:
             outputs, failed = self.evaluate(jaxpr, args)
             if failed is None and has_checks(jaxpr):
-                failed = jnp.int32(0)  # They are where no number is returned.
+                failed = jnp.int32(0)  # The checks are in code that returns no number.
             return outputs, failed
 
         inputs = [x.aval for x in open_jaxpr(jaxpr).invars]
@@ -115,7 +115,7 @@ class Interpreter:
 
         - `jaxpr`: the jaxpr.
         - `args`: its inputs.
-        - `arrays`: by position, what `plain` would return of an input, if it is known.
+        - `arrays`: the results of `plain` that are known, by the position of the input.
 
         **Returns:**
 
@@ -162,7 +162,7 @@ class Interpreter:
         return outputs, first_failed(*failed) if failed else None
 
     def _look(self, jaxpr: Any) -> Mapping[int, Apply]:
-        """The functions for equations of an open jaxpr that are picked, by position."""
+        """The functions for the equations of an open jaxpr that are picked, by position."""
         if jaxpr not in self._picked:
             found: dict[int, Apply] = {}
             for rule in self._rules:
@@ -201,7 +201,7 @@ class Interpreter:
     # Equations with jaxprs, built again
 
     def jit(self, eqn: Any, inputs: list[Any]) -> Any:
-        """A jitted function."""
+        """Build the call of a jitted function again."""
         part = eqn.params["jaxpr"]
         if part not in self._jitted:
 
@@ -218,14 +218,14 @@ class Interpreter:
         return _result(*self.evaluate(part, inputs))
 
     def checkpoint(self, eqn: Any, inputs: list[Any]) -> Any:
-        """A function in `jax.checkpoint`."""
+        """Build the call of a function in `jax.checkpoint` again."""
         params = eqn.params
 
         def again(inputs: list[Any]) -> Any:
             return self.evaluate(params["jaxpr"], inputs)
 
         if params["differentiated"] and self._differentiated:
-            # As `jax.checkpoint` makes none.
+            # `jax.checkpoint` itself makes no equation that was differentiated.
             part, inputs, structure = retrace(again, inputs)
             outputs = bind(eqn, inputs, params | {"jaxpr": part})
             return _result(*jax.tree.unflatten(structure, outputs))
@@ -233,7 +233,7 @@ class Interpreter:
         return _result(*jax.checkpoint(again, **options)(inputs))
 
     def scan(self, eqn: Any, inputs: list[Any]) -> Any:
-        """A loop."""
+        """Build a loop again."""
         start, count = scan_counts(eqn)
         consts, xs = inputs[:start], inputs[start + count :]
         carry = inputs[start : start + count]
@@ -267,7 +267,7 @@ class Interpreter:
         carry = inputs[second:]
         if not has_checks(params["body_jaxpr"]):
             return jax.lax.while_loop(holds, lambda carry: step(carry)[0], carry)
-        # It stops once a check has failed: it might not end otherwise.
+        # The loop stops once a check has failed: it might not end otherwise.
         return Checked(
             *jax.lax.while_loop(
                 lambda pair: holds(pair[0]) & (pair[1] == 0),
@@ -277,7 +277,7 @@ class Interpreter:
         )
 
     def cond(self, eqn: Any, inputs: list[Any]) -> Any:
-        """Branches."""
+        """Build a choice between branches again."""
         index, *operands = inputs
         is_checked = any(map(has_checks, eqn.params["branches"]))
 
@@ -309,7 +309,7 @@ class Interpreter:
         )(*inputs)
 
     def _other(self, eqn: Any, inputs: list[Any]) -> Any:
-        """With jaxprs of the same types in its parameters."""
+        """Build an equation again with other jaxprs, of the same types, as parameters."""
 
         def again(part: Any) -> Any:
             fn = lambda args: self._inner.evaluate(part, args)[0]  # noqa: E731
@@ -340,7 +340,7 @@ def _first_of(first: Apply, second: Apply) -> Apply:
 
 
 def is_rewriting() -> bool:
-    """Whether programs are rewritten.
+    """True if programs are rewritten.
 
     **Raises:**
 
@@ -354,7 +354,7 @@ def is_rewriting() -> bool:
 
 
 def looks_for_nan() -> bool:
-    """Whether JAX looks for nan, or infinity, in each operation of a program that made one.
+    """True if JAX looks for the operation of a program that made a nan, or an infinity.
 
     It does not look into jaxprs, so the loss function must be left as the user wrote it.
     """
@@ -367,16 +367,16 @@ def run_rewritten(
 ) -> tuple[Any, list[Any]]:
     """Rewrite a function that was traced, and call it.
 
-    The function is traced by who calls this: a mistake in the user's code is raised there,
-    and is not one of the rewrite.
+    The caller has traced the function: a mistake in the user's code is raised there, and is
+    not taken for one of the rewrite.
 
     **Arguments:**
 
-    - `rewrite`: from a closed jaxpr to another, which computes the same, and may return
-        more after it.
-    - `jaxpr`, `out`: the function, and what it returns, as from `jax.make_jaxpr` with
-        `return_shape`.
-    - `args`: what to call it with.
+    - `rewrite`: a function from a closed jaxpr to another, which computes the same, and may
+        have more outputs after these.
+    - `jaxpr`, `out`: the function, and the shapes of its outputs, as from `jax.make_jaxpr`
+        with `return_shape`.
+    - `args`: its arguments.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""Walking through jaxprs, making equations of functions, and the type of a `Rule`."""
+"""Functions that walk through jaxprs and make equations; and the type of a `Rule`."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from ..._jax import (
 )
 from ...compiled._findings import REWRITTEN
 
-#: From the inputs of an equation to its outputs.
+#: A function from the inputs of an equation to its outputs.
 Apply = Callable[[list[Any]], Any]
-#: From an open jaxpr to functions for the equations that it picks, by their position.
+#: A function from an open jaxpr to functions for the equations that it picks, by position.
 Rule = Callable[[Any], Mapping[int, Apply]]
 
 
@@ -39,13 +39,13 @@ def run_equations(
     **Arguments:**
 
     - `eqns`: the equations, in order.
-    - `read`: from a variable that none of them makes to its value.
+    - `read`: a function from a variable that none of them makes to its value.
     - `uses`, `last`: `last_uses` of the jaxpr that they are from, and the position there of
         the last one; by default, all that they make is returned.
 
     **Returns:**
 
-    By variable, the values that are used later.
+    The values that are used later, by variable.
     """
     made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
     given = dict.fromkeys(x for eqn in eqns for x in variables(eqn.invars) if x not in made)
@@ -71,7 +71,7 @@ def evaluate_equation(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def last_uses(jaxpr: Any) -> dict[Any, int]:
-    """By variable of an open jaxpr, the position of the last equation that reads it."""
+    """The position of the last equation that reads each variable of an open jaxpr."""
     uses = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in variables(eqn.invars)}
     return uses | dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
 
@@ -105,7 +105,7 @@ def retrace(
     **Arguments:**
 
     - `fn`, `inputs`: the function and its argument.
-    - `like`: a jaxpr that is closed or open, as the other one is to be; by default open.
+    - `like`: a jaxpr that is closed or open, as the result is to be; by default open.
 
     **Returns:**
 
@@ -135,7 +135,7 @@ _MAY_HAVE_JAXPRS = (*_JAXPRS, dict, tuple, list)
 
 
 def is_jaxpr(part: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr."""
+    """True if a parameter of an equation is a jaxpr."""
     return isinstance(part, _JAXPRS)
 
 
@@ -200,7 +200,7 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many inputs of a `scan` are constants, and how many are carried."""
+    """The numbers of inputs of a `scan` that are constants, and that are carried."""
     if "ft_in" in eqn.params:  # JAX 0.11 and later.
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry
@@ -223,7 +223,7 @@ def consts_of(part: Any) -> Sequence[Any]:
 
 
 def has_shardings(eqn: Any) -> bool:
-    """Whether a jitted function was given shardings."""
+    """True if a jitted function was given shardings."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(each, jax.sharding.Sharding) for each in given)
 
@@ -238,7 +238,7 @@ def call_whole(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Call a closed jaxpr in one equation, without looking into it again."""
     inside, consts = open_jaxpr(jaxpr), consts_of(jaxpr)
     if any(isinstance(x, Tracer) for x in consts):
-        # They are values of the program around it, which an equation takes as inputs.
+        # Tracers are values of the program around it, which an equation takes as inputs.
         whole = _without_constants(inside)
         # In this order: JAX 0.11 has one type for both.
         is_open = isinstance(jaxpr, Jaxpr)

@@ -30,7 +30,7 @@ def erase_types(jaxpr: Any) -> Any:
     typed = [eqn for eqn in eqns if is_explicit(mesh_of(eqn))]
     if not typed or any(eqn.primitive.name == "shard_map" for eqn in typed):
         return jaxpr
-    # Such as what was computed while tracing, on the mesh that `jax.set_mesh` was given.
+    # Constants may be on the mesh of `jax.set_mesh`, where tracing computed them.
     consts = to_auto(jaxpr.consts)
     return map_jaxpr(_Eraser().erase, jaxpr.replace(consts=consts))
 
@@ -108,7 +108,7 @@ def _constraint(sharding: NamedSharding, aval: Any) -> list[Any]:
     """The equation that constrains an array on Auto axes."""
     mesh, spec = auto_mesh(sharding.mesh), sharding.spec
     if sharding.mesh.auto_axes:
-        # Which may split the dims of which the type says nothing.
+        # Auto axes may split the dims of which the type says nothing.
         spec = PartitionSpec(*[axes_of(e) or PartitionSpec.UNCONSTRAINED for e in spec])
 
     def constrain(x: Any) -> Any:
