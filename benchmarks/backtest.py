@@ -168,13 +168,16 @@ def request_of(table: Mapping[str, Any]) -> Request:
         remat = functools.partial(save_attention, shape.mlp)
     tokens = jax.ShapeDtypeStruct((table["rows"] * run.devices, shape.seq_len), jnp.int32)
     optimizer = Args(optimizer=table.get("optimizer", "adamw"))
+    rule = make_rule(shape)
+    if table.get("zero1", False):
+        rule = eqxshard.combine(rule, eqxshard.zero1())
     return lower_ours(
         find_place(table["mesh"] or {"data": 1}, run.target, None, "gpu"),
         functools.partial(GPT, shape=shape, remat=remat),
         loss_fn,
         make_optimizer(optimizer, steps=1000),
         {"tokens": tokens, "targets": tokens},
-        rule=make_rule(shape),
+        rule=rule,
         trainable=True,
         precision=eqxshard.Precision("bfloat16", table.get("params", "float32")),
         accumulate=table.get("accumulate", 1),

@@ -179,16 +179,16 @@ def idle(
 #:   (arXiv:2407.08608, section 4).
 #: - `memory`: long copies. `launch` is a usual magnitude.
 GPUS = Efficiency(
-    products=0.74,
+    products=0.71,
     tiles=True,
     attention=0.5,
     memory=0.9,
-    link=0.66,
+    link=0.7,
     network=0.85,
     launch=2e-6,
     latency=8.4e-6,
     step=3.4e-6,
     hop=14e-6,
     contention=0.19,
-    exponent=0.85,
+    exponent=0.9,
 )
