@@ -109,7 +109,7 @@ class JSONLines:
             self._file.close()
 
     def _write(self) -> None:
-        """Write the waiting lines; if the file is gone, write the earlier ones again, too."""
+        """Write the waiting lines, and the earlier ones again if the file is gone."""
         if not self._path.exists():
             _LOG.warning(
                 "%s is gone: it was deleted, renamed or unmounted during the run. It is "
