@@ -127,7 +127,7 @@ MISTAKES = {
     "--sample hello": "there is no checkpoint",
     "--tokenizer t.json": "whose tokens are its bytes; give --data a folder that",
     "--tokenizer nowhere.json --sample hello": "there is no nowhere.json",
-    "--tokenizer words.txt --sample hello": "words.txt is not a tokenizer of Hugging",
+    "--tokenizer words.txt --sample hello": "words.txt is not a Hugging Face tokenizer",
     "--weights nowhere": "nowhere",
 }
 

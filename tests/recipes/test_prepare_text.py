@@ -157,7 +157,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(files, capsys, monkeypatch):
     only = ("c.jsonl", "--tokenizer", "published.json")
     assert_refused(call(capsys, monkeypatch, PREPARE, *only), "there is no text")
     refused = prepare(capsys, monkeypatch, "--tokenizer", "a.txt")
-    assert_refused(refused, "a.txt is not a tokenizer of Hugging Face")
+    assert_refused(refused, "a.txt is not a Hugging Face tokenizer")
     assert {*Path().iterdir()} == before
     # A blank line is no document.
     assert prepare(capsys, monkeypatch, more=["c.jsonl"])[0] == 0
