@@ -1,4 +1,4 @@
-"""What the language model recipe has to send, counted by hand."""
+"""The bytes that the language model recipe has to send, counted by hand."""
 
 from functools import partial
 from typing import Any
@@ -186,7 +186,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
 
 
 def traffic(plan: Plan) -> dict[tuple[str, str], float]:
-    """By axes and kind, what a plan says is sent, without what sends scalars alone."""
+    """The bytes sent in a plan, by axes and kind, without collectives of scalars alone."""
     sent: dict[tuple[str, str], float] = {}
     for each in plan.collectives:
         if each.bytes > 64:

@@ -59,7 +59,7 @@ def specs(rule, mesh=None, tree: Any = BLOCK):
 
 
 def error(rule, *shape, path="w", mesh=None):
-    """What is wrong with a rule, for one array."""
+    """The error of a rule for one array."""
     with pytest.raises(ValueError) as info:
         eqxshard.shardings({path: struct(*shape)}, mesh or make_mesh(), rule)
     return str(info.value)
@@ -107,7 +107,7 @@ def dims_of(annotation, value):
 
 
 def dims_error(annotation, value):
-    """What is wrong with the annotation of a module's field."""
+    """The error about the annotation of a module's field."""
     caller = sys._getframe(1).f_globals["__name__"]
     with pytest.raises(ValueError) as info:
         dims(module(x=annotation, defined_in=caller)(value))
@@ -130,5 +130,5 @@ def names(text):
 
 
 def shapes(make):
-    """What a function makes, without allocating the arrays."""
+    """The result of a function, without allocating the arrays."""
     return eqx.filter_eval_shape(make)

@@ -1,4 +1,4 @@
-"""A soak: a run of two processes that faults disturb, and that must end as another does.
+"""A soak: a run of two processes with faults, which must end like one without faults.
 
 `python tests/soak.py --minutes 30 --seed 0` prints each fault: when it was, what, where
 the run was, and when and from which step it ran again. Faults, moments and places are
@@ -41,7 +41,7 @@ COMMAND = (
 OPTIONS = ("--mesh=data=1,fsdp=4", "--rule=fsdp", "--hang-seconds=30")
 #: A run that does not go on by then waits for something that never comes.
 PATIENCE = 420.0
-#: What the processes print of where they are, and where that is.
+#: The texts by which the processes tell where they are, and these places.
 PLACES = {
     "eqxshard.launch: ": "start",
     "reading the checkpoint": "restore",
@@ -49,7 +49,7 @@ PLACES = {
     "in the evaluation": "evaluation",
     "] evaluated": "training",
 }
-#: What is worth telling of what a run says of a fault.
+#: The lines of a run about a fault that are worth printing.
 TELLING = re.compile(
     r"(\[\d\]|eqxshard\.launch: ).*"
     r"(is damaged|could not be written|cannot be (written|read)|no progress for|was killed"
@@ -93,11 +93,11 @@ class Run:
         return []
 
     def said(self) -> str:
-        """All that was printed."""
+        """Everything that was printed."""
         return self.log.read_text(errors="replace")
 
     def place(self) -> str:
-        """Where it is: `start`, `restore`, `training`, `saving` or `evaluation`."""
+        """Its place: `start`, `restore`, `training`, `saving` or `evaluation`."""
         text = self.said()
         place = PLACES[max(PLACES, key=text.rfind)]
         saves = any(_is_being_written(path) for path in self.checkpoints())
@@ -171,7 +171,7 @@ def ctrl_c(run: Run, rng: random.Random) -> str:
 
 
 def pause(run: Run, rng: random.Random) -> str:
-    """Now and then for longer than the run waits."""
+    """Pause a process, now and then for longer than the run waits."""
     seconds = rng.uniform(0.2, 8) if rng.random() < 0.8 else 40
     number, workers = rng.randrange(2), run.workers()
     _send(workers[number : number + 1], signal.SIGSTOP)
@@ -189,7 +189,7 @@ def failing_reads(run: Run, rng: random.Random) -> str:
 
 
 def damage(run: Run, rng: random.Random) -> str:
-    """Of a file of the newest checkpoint, if there is one before it; then a restart."""
+    """Damage the newest checkpoint, if there is one before it; then restart."""
     said = _signal_each(run, signal.SIGKILL)
     _wait_until_gone(run)
     complete = run.complete()
@@ -277,7 +277,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _limit(run: Run, rng: random.Random, kind: int, what: str, most: float) -> str:
-    """A limit on one process, or both, for a while."""
+    """Limit one process, or both, for a while."""
     workers = run.workers()
     which = rng.choice([[0], [1], [0, 1]])
     seconds = rng.uniform(0.3, most)

@@ -64,7 +64,7 @@ train_step = eqxshard.make_train_step(loss_fn, optim)
 
 
 def run(*cells):
-    """What the cells print, and what they log, in a kernel of their own."""
+    """The output and the logs of cells in a new kernel."""
     command = [sys.executable, "-c", KERNEL]
     done = subprocess.run(command, input=json.dumps(cells), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

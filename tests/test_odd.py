@@ -1,4 +1,4 @@
-"""What is legal but unusual: each case works, or is refused in one sentence."""
+"""Legal but unusual cases: each works, or is refused in one sentence."""
 
 import functools
 from typing import Any

@@ -101,7 +101,7 @@ def test_nothing_private_of_other_packages_is_imported():
     assert private == []
 
 
-#: What a program that trains by hand uses.
+#: The names that a program with its own loop uses.
 BY_HAND = ["make_mesh", "fsdp", "init_state", "make_train_step", "make_eval_step"]
 BY_HAND += ["Loader", "fit", "evaluate", "explain", "Checkpointer", "filter_shard"]
 #: Packages that are imported when they are first needed.
@@ -206,7 +206,7 @@ def test_every_public_thing_has_a_docstring_with_its_arguments():
     assert {name: undocumented(name) for name in OBJECTS if undocumented(name)} == {}
 
 
-#: What JAX does not promise to keep: modules, and attributes of equations and types.
+#: Parts of JAX without a promise: modules, and attributes of equations and types.
 UNVERSIONED = (
     r"jax\.(extend|interpreters|core|_src)\b|\.(ctx|source_info|get_bind_params)\b"
 )

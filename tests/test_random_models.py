@@ -44,7 +44,7 @@ class Block(eqx.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What to train, and how."""
+    """A model, its mesh and rule, and how to train it."""
 
     model: Any
     sizes: dict[str, int]

@@ -142,7 +142,7 @@ def each(parameter, values):
 
 
 def environment(**settings):
-    """As on a reader's machine, with 8 simulated devices, where lock files are written."""
+    """A reader's environment, with 8 simulated devices, where lock files are written."""
     rest = {name: value for name, value in os.environ.items() if name != "CI"}
     return {**rest, "JAX_PLATFORMS": "cpu", **settings}
 
@@ -178,7 +178,7 @@ def test_the_names_that_a_page_uses_are_ours(page):
 
 
 def prints(block, printed):
-    """Whether a block may print this."""
+    """True if a block may print this."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     check = doctest.OutputChecker().check_output
     return block.output is None or check(block.output, printed, flags)

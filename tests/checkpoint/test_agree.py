@@ -24,7 +24,7 @@ def exchange(value):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Has a process 1, in which a function raises an error, or nothing, do the same."""
+    """Pretend a process 1 that does the same, in which a function may raise an error."""
 
     def pretend(error):
         theirs = _agree.Outcome(error=error).told()

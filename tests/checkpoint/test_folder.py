@@ -47,7 +47,7 @@ def later(state, step):
 
 
 def tree(folder):
-    """The texts of all files below a folder, and where links lead."""
+    """The texts of all files below a folder, and the targets of links."""
     found = {}
     for top, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -61,7 +61,7 @@ def tree(folder):
 
 
 def test_only_our_files_are_removed(tmp_path, checkpoints):
-    """However the user's got there, and whether checkpoints are old, damaged or cut off."""
+    """The user's files stay, also in old, damaged and unfinished checkpoints."""
     folder, archive = tmp_path / "disk" / "run", tmp_path / "archive"
     # The folder of a run may be a link to another disk.
     folder.mkdir(parents=True)
@@ -263,7 +263,7 @@ def test_damage_is_found_and_the_one_before_is_used(checkpoints, tmp_path_factor
 
 
 def same_lines(one, other):
-    """Whether all files are the same, except for the ends of lines."""
+    """True if all files are the same, except for the ends of lines."""
     return all(
         (one / file).read_text("latin-1").strip()
         == (other / file).read_text("latin-1").strip()
@@ -307,7 +307,7 @@ def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kin
 def test_a_read_that_fails_is_tried_again_and_is_not_damage(
     checkpoints, tmp_path, monkeypatch, times
 ):
-    """As a network file system fails for a while."""
+    """A network file system may fail for a while."""
     folder, fails = copied(checkpoints, tmp_path), itertools.count()
 
     def read(file):
@@ -414,7 +414,7 @@ def test_arrays_that_cannot_be_decoded_are_damage_though_the_digests_are_right(
     checkpointer.claim_run(8, make_loader())
 
 
-# Damage that only who reads arrays can see
+# Damage that is only seen when arrays are read
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours)
 
 @pytest.mark.slow
 def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
-    """Such as a data worker that was forked, and outlives its parent."""
+    """A forked data worker, for example, may outlive its parent."""
     code = OTHER.replace(
         "sys.stdin.read()", "import os; os.fork() or sys.stdin.read(); os._exit(0)"
     )

@@ -19,7 +19,7 @@ from eqxshard.checkpoint import compare_weights
 
 _ = file, mlp  # Fixtures.
 
-#: All that safetensors and JAX both have.
+#: The dtypes that safetensors and JAX both have.
 TYPES = (
     *("bool", "bfloat16", "float16", "float32", "float64", "complex64"),
     *("float8_e4m3fn", "float8_e5m2"),

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training continues, and failures of that."""
+"""Checkpoints that are written while training continues, and failures to write."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Loaders of anybody's batches."""
+"""Loaders of batches that somebody else makes."""
 
 import itertools
 import json

@@ -50,7 +50,7 @@ def compile_layers(devices, sizes, *, packed=False, window=None, seq=SEQ, remat=
 
 
 def calls(compiled):
-    """How many calls of cuDNN go forward and backward, and the shapes of queries."""
+    """The numbers of cuDNN's calls forward and backward, and the shapes of queries."""
     found = re.findall(
         r"= \(bf16(\[[\d,]+\]).*custom_call_target=\"__cudnn\$fmha(\w*)",
         compiled.as_text() or "",

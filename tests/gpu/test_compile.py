@@ -59,7 +59,7 @@ def compile_step(devices, kind, *args, **options):
 
 
 def check_step(compiled, state):
-    """It reuses the memory of its state, and nothing passes through the host."""
+    """Check that a step reuses its state's memory, and sends nothing through the host."""
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= bytes_per_device(state)
     assert memory.host_temp_size_in_bytes == 0

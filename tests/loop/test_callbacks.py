@@ -16,7 +16,7 @@ from eqxshard.loop._step_metrics import Report
 
 
 class Events(Callback):
-    """Notes every call."""
+    """Records every call."""
 
     def __init__(self, every=None, name=""):
         self.every = every

@@ -202,7 +202,7 @@ def test_a_run_that_an_error_ends_tells_its_time(takes, capfd):
 
 
 class Weight(np.ndarray):
-    """Notes when somebody waits for it."""
+    """Records when somebody waits for it."""
 
     name = ""
 

@@ -377,7 +377,7 @@ NOT_FINITE = "its loss, a gradient or its update was not finite. "
 
 
 def squares(model, batch, key):
-    """For a step of its own, which also takes many steps in one dispatch."""
+    """Losses for a step of its own, which also takes many steps in one dispatch."""
     return loss_fn(model, batch, key)
 
 
@@ -408,7 +408,7 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
 
 
 def logarithm(model, batch, key):
-    """NaN for an example that is finite."""
+    """Losses that are NaN for a finite example."""
     return loss_fn(model, batch, key) + jnp.log(batch["x"][:, 0] + 2)
 
 

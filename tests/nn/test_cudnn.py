@@ -1,6 +1,6 @@
-"""Without a GPU: that cuDNN is chosen where it can be, and what is compiled elsewhere.
+"""Without a GPU: cuDNN is chosen where it can be, and other code is compiled elsewhere.
 
-What is compiled for GPUs is tested in gpu/test_attention.py.
+Programs for GPUs are tested in gpu/test_attention.py.
 """
 
 import functools as ft

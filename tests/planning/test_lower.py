@@ -34,7 +34,7 @@ MLP = dict(
 
 
 def convolve(model, batch, key):
-    """With a kernel for each channel, which XLA does not split by itself."""
+    """A convolution with a kernel for each channel, which XLA does not split by itself."""
     x = batch["x"].reshape(-1, 8, 8, 1) * jnp.ones(4)
     kernel = model.up[:9, :4].reshape(3, 3, 1, 4)
     dims = ("NHWC", "HWIO", "NHWC")

@@ -1,4 +1,4 @@
-"""What is read of texts that are written by hand."""
+"""Reading of compiled texts that are written by hand."""
 
 import pytest
 

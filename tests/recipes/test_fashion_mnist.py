@@ -1,6 +1,6 @@
 """The recipe for Fashion-MNIST: its options, its data, and that every model learns.
 
-What it does by `eqxshard.train` and `eqxshard.cli` is tested in tests/run.
+`eqxshard.train` and `eqxshard.cli`, which it uses, are tested in tests/run.
 """
 
 import gzip

@@ -78,7 +78,7 @@ def test_cifar_is_read_from_its_binary_files(tmp_path):
 
 # Runs
 
-#: What is smaller in tests, of the constants at the top of a recipe.
+#: Constants at the top of recipes that are smaller in tests.
 SMALL = {
     "resnet": {"WIDTHS": "(8, 8)"},
     "vit": {"WIDTH": "16", "HEADS": "2", "DEPTH": "2"},

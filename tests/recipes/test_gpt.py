@@ -16,7 +16,7 @@ from run_helpers import ROOT, assert_refused, call, read_lines
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 SCRIPT = ROOT / "recipes" / "gpt.py"
-#: Relative; what float32 rounding makes of losses after twenty steps of Adam.
+#: The relative error of losses in float32 after twenty steps of Adam.
 ROUNDING = 2e-5
 
 
@@ -32,7 +32,7 @@ def main(monkeypatch, capsys):
     return partial(call, capsys, monkeypatch, SCRIPT)
 
 
-#: A mesh, and what is changed of the tiny shape.
+#: A mesh, and the changes to the tiny shape.
 MESHES = [
     ("fsdp=4,context=2", {"layers": 2}),
     ("stage=2,data=4", {}),

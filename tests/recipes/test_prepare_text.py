@@ -87,7 +87,7 @@ def test_text_keeps_its_line_ends_and_loses_byte_order_marks(files, capsys, monk
 
 
 def content(folder):
-    """The files below a folder and what is in them, and its folders."""
+    """The files below a folder, their contents, and the folders."""
     paths = sorted(Path(folder).rglob("*"))
     return [(path, path.is_file() and path.read_bytes()) for path in paths]
 

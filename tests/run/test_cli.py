@@ -1,4 +1,4 @@
-"""What a script prints, and the status that it ends with."""
+"""The output of a script, and its exit status."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def run_main(monkeypatch, capsys):
     """Runs a main function; returns its status, stdout and stderr."""
 
     def run(main, args_type):
-        # It is for all of the process, and so for other tests.
+        # The cache would be for the whole process, and so for other tests.
         monkeypatch.setattr("eqxshard.run._cli._cache_compiled", lambda: None)
         with pytest.raises(SystemExit) as stop:
             eqxshard.cli(main, args_type, args=[])
@@ -126,7 +126,7 @@ def test_help_groups_options_and_shows_defaults(script):
 # Mistakes
 
 
-#: What tyro says, in words of its own.
+#: Errors in tyro's own words.
 REFUSED = {
     "--epochs ten": "Error parsing --epochs",
     "--modle small": "Perhaps you meant",

@@ -125,7 +125,7 @@ def loss_with(spec):
 
 
 def train_step_and_state(spec, width=32):
-    """For the loss with this spec, and a model of this width."""
+    """A step and a state for the loss with this spec, and a model of this width."""
     mesh, rule, optim = make_mesh(fsdp=1, tensor=4), eqxshard.replicate(), optax.sgd(0.1)
 
     def make_model(key):

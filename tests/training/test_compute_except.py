@@ -49,7 +49,7 @@ class Timed(eqx.Module):
 
 
 def by_hand(model, x, time):
-    """The same in NumPy's order, where nothing knows of steps."""
+    """The model in plain JAX, which knows nothing of steps."""
     x = x + jnp.sin(time * model.rotary.table[:, 3]).astype(x.dtype)
     for weight, scale in zip(model.layers.weight, model.layers.scale):
         x = (jnp.tanh(weight @ x).astype(jnp.float32) * scale).astype(x.dtype)
@@ -78,7 +78,7 @@ def make(mesh, rule, patterns=EXCEPT, loss_fn=loss_fn, **options):
 
 
 def reference(model, batch):
-    """Loss and gradients in bfloat16, but for what is named."""
+    """Loss and gradients in bfloat16, except for the named arrays."""
     kept = lambda model: (model.rotary.table, model.layers.scale)  # noqa: E731
     half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)  # noqa: E731
 

@@ -1,4 +1,4 @@
-"""What a step can do, on Explicit axes as on Auto ones: the same losses, bit for bit."""
+"""Options of a step on Explicit axes: the same losses as on Auto ones, bit for bit."""
 
 import dataclasses
 import functools as ft

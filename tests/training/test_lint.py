@@ -191,7 +191,7 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
 
 
 class MLP32(MLP):
-    """In float32, whatever the default."""
+    """An MLP in float32, whatever the default."""
 
     def __init__(self, key):
         super().__init__(key)

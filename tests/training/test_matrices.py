@@ -74,7 +74,7 @@ class WhitenState(NamedTuple):
 
 
 def whiten(rate=1e-2, every=2):
-    """As Shampoo: matrices times roots of sums of products, found every other step."""
+    """Like Shampoo: matrices times roots of sums of products, found every other step."""
 
     def init(params):
         sides = jax.tree.map(lambda x: jnp.eye(x.shape[0]) if x.ndim == 2 else None, params)

@@ -1,4 +1,4 @@
-"""Out of memory: what a step says that it needs, and what it leaves."""
+"""Out of memory: the error names what a step needs, and the state is left alone."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ from helpers import make_batch, squared_errors
 import eqxshard
 from eqxshard.training import _advice, _step
 
-#: What JAX says on GPUs.
+#: JAX's message on GPUs.
 GPU = (
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6291456 bytes.\n"
     "BufferAssignment OOM Debugging."

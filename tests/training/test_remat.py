@@ -1,4 +1,4 @@
-"""What a gradient computes again, by the names of `scan_layers`."""
+"""The parts that a gradient computes again, by the names of `scan_layers`."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 import eqxshard
 
-#: What jax.nn calls cuDNN's attention.
+#: The name that jax.nn has for cuDNN's attention.
 CUDNN = Primitive("dot_product_attention_fwd")
 CUDNN.def_abstract_eval(lambda x: x)
 

@@ -219,7 +219,7 @@ def under_cond(layers, x, *, key):
 
 
 def own_derivative(layers, x, *, key):
-    """With a derivative that is twice the right one."""
+    """A function whose derivative is twice the right one."""
     arrays, static = eqx.partition(layers.up, eqx.is_array)
 
     def plain(arrays, x):

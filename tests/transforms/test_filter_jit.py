@@ -185,7 +185,7 @@ def add_one(x):
 
 
 def donate(how):
-    """Which of the arguments of a call are deleted."""
+    """The arguments of a call that are deleted."""
     args = [jnp.full(8, float(i)) for i in range(3)]
     jitted = eqxshard.filter_jit(lambda *args: jax.tree.map(add_one, args), donate=how)
     for i, x in enumerate(jitted(*args)):

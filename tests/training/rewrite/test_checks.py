@@ -103,7 +103,7 @@ CASES = [
     one_of_several,
 ]
 SEEN = []
-#: The callback is meant.
+#: The callback is intended.
 LINT: Any = {"callback": "off"}
 
 
