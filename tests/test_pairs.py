@@ -119,7 +119,7 @@ class Experts(eqx.Module):
 
     def __call__(self, batch):
         x, logits = batch["x"], jax.vmap(jax.vmap(self.router))(batch["x"])
-        # Of 16 bits, rounding may choose another expert; not of all four.
+        # In 16 bits, rounding may choose another expert, unless all four are chosen.
         k = 4 if x.dtype.itemsize == 2 else 2
         mixture = mixture_of_experts(self.experts, x, logits, k=k)
         return jnp.mean(mixture.output, axis=1)
@@ -300,7 +300,7 @@ def all_pairs():
 
     def value_of(case):
         pairs = pairs_of(case)
-        # Of cases with as many new pairs, the one of which the others were seen least.
+        # Of cases with as many new pairs, take the one whose other pairs were seen least.
         return len(pairs & left.keys()), -sum(used[pair] for pair in pairs)
 
     while left:

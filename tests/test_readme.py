@@ -333,7 +333,7 @@ def test_a_killed_run_goes_on_as_the_readme_shows(tmp_path):
             time.sleep(0.05)
     check_printed(before, "".join(lines))
     for later in kept.glob("[0-9]*"):
-        # Of a run that was not killed at once.
+        # The run was not killed at once, so it may have saved more.
         if int(later.name) > int(steps[-1]):
             shutil.rmtree(later)
 

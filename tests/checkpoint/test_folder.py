@@ -465,7 +465,7 @@ def test_chunks_that_cannot_be_read_are_not_damaged(large, monkeypatch, times):
 
     def read(*args):
         if next(fails) < times:
-            # As TensorStore says EIO.
+            # TensorStore's message for EIO.
             raise ValueError("UNKNOWN: Error reading x: Input/output error [source x]")
         return read_part(*args)
 

@@ -115,7 +115,7 @@ def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours)
     state = eqx.tree_at(lambda s: s.step, new_state(), jnp.int32(1))
     checkpointer.save(state)
     if kind == "empty" and was_ours:
-        # As one of ours is that a full disk left empty.
+        # A full disk leaves a lock of ours empty, too.
         checkpointer.wait()
         return
     says = "has 'lock', which eqxshard did not write|; give a folder that can be written to"

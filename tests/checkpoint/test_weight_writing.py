@@ -121,7 +121,7 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, options, says):
 
 def test_an_interrupted_save_leaves_what_was_there(tmp_path):
     def interrupt(path, array):
-        if path == "norm" and array.any():  # And not when only shapes are asked for.
+        if path == "norm" and array.any():  # Zeros only ask for shapes.
             raise KeyboardInterrupt
         return outward(path, array)
 

@@ -21,7 +21,7 @@ from eqxshard.checkpoint import _folder, _writer
         (lambda s: s.model.first.bias, jnp.nan, "model.first.bias"),
         (lambda s: s.model.first.bias, jnp.inf, "model.first.bias"),
         (lambda s: s.opt_state[0].mu.first.bias, jnp.nan, "opt_state.0.mu.first.bias"),
-        # Such as the best loss so far.
+        # An infinity may be intended, such as the best loss so far.
         (lambda s: s.opt_state[0].mu.first.bias, jnp.inf, None),
     ],
 )

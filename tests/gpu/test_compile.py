@@ -136,7 +136,7 @@ def test_activations_may_wait_in_the_memory_of_the_host(gpus):
     kind = (make_model, *TOKENS[1:])
     compiled, _ = compile_step(gpus, kind, RULE, sizes, precision=precision)
     memory = compiled.memory_analysis()
-    # Of each token in a layer: queries, keys and values, and two more products. (Nothing
+    # For each token in a layer: queries, keys and values, and two more products. (Nothing
     # needs the last one again.)
     kept = 2 * (32 // 8) * 16 * (3 * 32 + 32 + 64)
     assert memory and memory.host_temp_size_in_bytes == 2 * kept

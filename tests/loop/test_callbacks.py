@@ -38,7 +38,7 @@ class Events(Callback):
     def close(self, error=None):
         self.seen.append(f"{self.name}close")
 
-    # As a tracker.
+    # It is also a tracker.
     def log(self, step, values):
         self.seen.append(f"log {step}")
 

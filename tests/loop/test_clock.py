@@ -195,7 +195,7 @@ def test_a_run_that_an_error_ends_tells_its_time(takes, capfd):
             trackers=[recorder],
         )
     assert [step for step, _ in recorder.lines] == [4]
-    # Of 4 steps, and 4 batches.
+    # The seconds of 4 steps, and of 4 batches.
     assert all_times(recorder) == near(data=40, compile=3, dispatch=9, other=2)
     said = "goodput 17 % of 54.0 s | data 74 % | compile 6 % | other 4 %\n"
     assert capfd.readouterr().err == f"compiling the train step ...\n{said}"

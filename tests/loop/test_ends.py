@@ -255,7 +255,7 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
         fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
     assert "the state of step 3 could not be saved: the checkpoint of" in caplog.text
     assert_equal(caught.value.state, fit(3))  # pyright: ignore
-    # Nor is the state lost if the last checkpoint is the error.
+    # The state is not lost either if saving the last checkpoint is the error.
     with pytest.raises(OSError, match="No space left on device") as full_disk:
         fit(3, checkpointer=checkpointer)
     assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
@@ -341,7 +341,7 @@ def test_hang_seconds_does_not_end_the_search(monkeypatch):
             # The next look begins in the search.
             assert looks.acquire(timeout=60)
             passed[0] += 1000
-            # It may have begun before this, but the second has not, and has ended.
+            # The first look may have begun before this; the second began later, and ended.
             for _ in range(3):
                 assert looks.acquire(timeout=60)
 
@@ -393,7 +393,7 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
     )
     assert caplog.messages == [f"2 of 6 steps were skipped, {bad_row}"]
     assert loader.state()["step"] == 6
-    # Those of earlier starts count, too, but for a start that takes no step.
+    # Skipped steps of earlier starts count, too, unless this start takes no step.
     state = eqxshard.Checkpointer(tmp_path).restore(fresh(loss_fn=squares)[0])
     for epochs in (2, 2):
         checkpointer, step = eqxshard.Checkpointer(tmp_path), fresh(loss_fn=squares)[1]

@@ -227,7 +227,7 @@ def test_long_sequences_of_documents_are_exact(documents, options, how, like_cud
         program = with_gradients(attend).lower(*args).compile()
     assert_close(program(*args), expected, 2**-6)
     assert testing.collectives(program).ops == ()
-    # Of two chunks, and of all three.
+    # Keys of one, of two and of all three chunks.
     assert {704, 1408, 2112} <= {*like_cudnn}
 
 

@@ -109,6 +109,6 @@ def test_forward_and_backward_gathers_of_a_weight_are_two(plan):
         for each in plan.collectives
         if each.kind == "all-gather" and each.leaves == (up.path,)
     ]
-    # One layer of the two, all of it.
+    # One whole layer of the two.
     layer = 4 * up.bytes_per_device // 2
     assert gathers == [(layer, 2), (layer, 2)]

@@ -90,7 +90,7 @@ def test_a_run_starts_over_and_leaves_the_files_of_others(finished, copy, capsys
     # Nothing of the earlier run is lost to a mistake.
     assert "'eval/loss'" in refusal(copy, config, best="eval/los")
     assert files(copy) == before
-    # Nor if a checkpoint has to stay, as one in an archive has.
+    # The same if a checkpoint has to stay because it is in an archive.
     step, archive = (
         copy / "checkpoints" / str(saved_steps(copy)[0]),
         copy.parent / "archive",

@@ -98,7 +98,7 @@ def test_a_step_is_what_one_would_write_by_hand(mesh, rule, accumulate):
     loss, grads = reference(before, batch)
     state, metrics = step(state, make_batch())
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-2)
-    # Of another time, by 2 or more, everything is another.
+    # With a time that is off by 2 or more, the loss is quite different.
     rounded = batch["clock"]["time"].astype(jnp.bfloat16).astype(F32)
     other, _ = reference(before, {**batch, "clock": {"time": rounded}})
     assert abs(other - loss) > 0.1 * loss
@@ -123,7 +123,7 @@ def test_what_is_named_has_its_own_type_everywhere(mesh, rule):
 
     state, step = make(mesh, rule, loss_fn=looks)
     text = step.lower(state, make_batch()).as_text("hlo")
-    # Of the layers, one at a time is cast.
+    # The layers are cast one at a time.
     assert "bf16[16,16]" in text and "f32[16,40]" in text
     assert "bf16[16,40]" not in text and "bf16[16]" not in text
     precision = eqxshard.Precision(compute_except=(*EXCEPT, "not_here"))

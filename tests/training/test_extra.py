@@ -99,7 +99,7 @@ def test_a_companion_may_have_the_memory_of_the_state():
     for _ in range(2):
         state, metrics = train_step(state, make_batch(), same_memory(state.model))
         assert metrics.compute()["loss"] == 0
-    # One that stays, and a state that is made of it later.
+    # A companion that stays, and a state that is made of it later.
     target = same_memory(state.model)
     kept = jax.device_get(eqx.filter(target, eqx.is_array))
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_companion_may_have_the_memory_of_the_state():
     assert metrics.compute()["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, kept, eqx.filter(target, eqx.is_array))
 
-    # Nor does a call that failed make a companion known.
+    # A call that failed does not make a companion known either.
     target = same_memory(state.model)
     with pytest.raises(KeyError, match="x"):
         train_step(state, {"z": make_batch()["x"]}, target)

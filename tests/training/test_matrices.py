@@ -136,7 +136,7 @@ OPTIMS: dict[str, Any] = {
     "whiten": whiten(),
     "masked": masked(),
 }
-#: Those that are tried each time.
+#: The optimizers that are tried in quick tests.
 OFTEN = ["whiten", "masked"]
 MESHES = [
     {"fsdp": 8},
@@ -223,7 +223,7 @@ def test_a_step_that_is_not_finite_writes_nothing():
 def test_matrices_of_a_stack_go_to_their_owners_and_back():
     ops = collectives(*make_step(OPTIMS["muon"], {"fsdp": 8})).ops
     found = [op for op in ops if op.kind == "all-to-all"]
-    # Of `up` and of `down`; for the decay of weights, they are back.
+    # Two for `up` and two for `down`, which come back for the decay of weights.
     assert len(found) == 2 * 2
     assert {op.bytes for op in found} == {4 * 8 * 2 * WIDTH**2 // 8}
 

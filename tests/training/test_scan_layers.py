@@ -279,7 +279,7 @@ def test_layers_go_through_transforms_that_gather_nothing(transform):
     def whole(model, batch, key):
         return jnp.mean(call(model.layers, batch["x"], key=key) ** 2, axis=-1)
 
-    # Of per-device code that takes them whole, all layers are.
+    # Per-device code that takes whole layers gathers all of them at once.
     found, _ = run(*make(eqxshard.scan_layers, whole, lint="off"), steps=1)
     one, _ = run(*make(eqxshard.scan_layers, whole, sizes={"data": 1}), steps=1)
     np.testing.assert_allclose(found, one, rtol=1e-5)

@@ -121,7 +121,7 @@ def test_the_programs_that_were_used_last_are_kept(monkeypatch):
     assert len(traces) == 2
     gone = weakref.ref(second)
     del second
-    # One more: the second has not been used for longest.
+    # A third one replaces the second, which has not been used for longest.
     np.testing.assert_array_equal(jitted(adding(3), X), X + 3)
     jitted(first, X)
     assert len(traces) == 3

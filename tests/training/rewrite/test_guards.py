@@ -210,7 +210,7 @@ def least_of_segments(table, batch):
 
 
 def products_at_indices(table, batch):
-    # Whose gradient JAX has only of indices that are unique.
+    # JAX has its gradient only if indices are unique.
     factors = jax.lax.stop_gradient(batch["rows"] @ table)[1:, 0]
     out = jnp.ones(12).at[batch["i"][:-1, 0]].multiply(factors)
     return jnp.sum(jnp.tanh(out)) + jnp.sum(table**2)
