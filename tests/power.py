@@ -33,7 +33,7 @@ def _identity(path: str) -> str:
 
 
 class Disk:
-    """What is on the disk of a folder.
+    """The contents of a folder on the disk.
 
     **Arguments:**
 

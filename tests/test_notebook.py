@@ -81,7 +81,7 @@ def test_a_run_goes_on_in_a_new_kernel(tmp_path):
 
 
 def test_a_model_of_a_cell_is_planned():
-    """For more devices than there are here."""
+    """The plan is for more devices than there are here."""
     (line,), _ = run(SETUP, DEFINE, PLAN)
     # The gradient and the loss of a model of one number.
     assert line.startswith(f"4 {2 * 64 * 4 // 4} {{'data': {{'all-reduce': ")

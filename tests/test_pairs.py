@@ -440,7 +440,7 @@ def arrays_of(*trees):
 
 
 def train_by_hand(case):
-    """As `train`: the metrics are a list of dicts."""
+    """Like `train`; the metrics are a list of dicts."""
     pair = MODELS[case["model"]](KEY)
     model, state = pair if isinstance(pair, tuple) else (pair, None)
     precision = make_precision(case)

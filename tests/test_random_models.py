@@ -231,7 +231,7 @@ class ByHand:
         self.off = self.momentum = self.momentum_off = np.zeros(self.now.shape)
 
     def forward(self, x):
-        """What is added to the prediction for each example."""
+        """The part's contribution to the prediction for each example."""
         angles = np.multiply.outer(x, self.now)
         off = np.abs(np.multiply.outer(x, self.off)) + SINGLE * (1 + np.abs(angles))
         each = np.reshape([np.sin(angles), off], (2, ROWS, -1))

@@ -80,7 +80,7 @@ def test_the_metadata_are_as_pypi_wants_them(built):
 
 @pytest.mark.release
 def test_the_wheel_works_alone(built, tmp_path):
-    """In an environment that has nothing but it and what it requires."""
+    """The environment has only the wheel and its requirements."""
     environment = tmp_path / "environment"
     python = environment / "bin" / "python"
     uv = [sys.executable, "-m", "uv"]

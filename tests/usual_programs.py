@@ -74,7 +74,7 @@ def channels_first(batch):
 
 
 def by_example(fn):
-    """As `equinox.nn` convolves: one example at a time, under `vmap`."""
+    """Convolve like `equinox.nn`: one example at a time, under `vmap`."""
     return lambda m, b: jax.vmap(lambda x: fn(m, x[None])[0])(b["image"])
 
 

@@ -99,7 +99,7 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
 @pytest.mark.parametrize("was_ours", [False, True])
 @pytest.mark.parametrize("kind", ["link", "text", "empty"])
 def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours):
-    """Nor is it written to through a link."""
+    """It is not written to through a link either."""
     folder, thesis = tmp_path / "run", tmp_path / "thesis"
     text = "" if kind == "empty" else "all of it"
     thesis.write_text(text)

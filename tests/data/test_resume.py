@@ -207,7 +207,7 @@ class Counting:
 
 
 class Position:
-    """Where it is."""
+    """The number of the next batch."""
 
     def __init__(self):
         self.step = 0

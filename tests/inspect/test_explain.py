@@ -180,7 +180,7 @@ def test_it_prints_as_a_table():
 
 
 def test_what_is_made_to_be_printed_is_shown_as_it_prints():
-    """By a notebook, and by Python: not as the dataclass that it is."""
+    """Notebooks and Python show it as text, not as a dataclass."""
     explanation = eqxshard.explain(Model(), make_mesh(), RULE)
     assert repr(explanation) == str(explanation)
     for kind in (

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: by a clock that is told, and in real runs."""
+"""The time of a run by its parts: by a clock that is told, and in real runs."""
 
 import sys
 from contextlib import closing

@@ -181,7 +181,7 @@ def test_inside_a_host_only_its_links_count_and_beyond_it_the_network():
 
 
 def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
-    """By hand, for H200s: ports of 50 GB/s, NVLink of 450."""
+    """Counted by hand, for H200s: ports of 50 GB/s, NVLink of 450 GB/s."""
     h200 = Target.named("h200")
     # Each device sends 63 of 64 parts over NVLink; eight ports share 7/8 of the whole.
     nvlink, ports = 63 / 64 / 450e9, 7 / 8 / 8 / 50e9

@@ -61,7 +61,7 @@ def constant(model, batch):
 
 @pytest.mark.parametrize("best", ["eval/accuracy", "train/loss"])
 def test_the_best_that_is_announced_is_on_disk(tmp_path, best):
-    """Where all are equal, after a resume; and where reports between may be better."""
+    """Also if all are equal, after a resume; and if reports between may be better."""
     options: dict = {"metric_fn": constant, "make_optim": make_sgd, "best": best}
     kept: dict = {"batch_size": 16, "devices": 1, "log_every": 1, "save_every": 3}
     for resume, epochs in (("no", 1), ("auto", 6)):

@@ -182,7 +182,7 @@ def test_steps_in_place_of_epochs_are_one_change():
 
 
 def test_a_resumed_run_says_the_same_everywhere(copy, capsys):
-    """Of the start that goes on, on other devices: terminal, log, page, summary."""
+    """It resumes on other devices; terminal, log, page and summary agree."""
     config = dataclasses.replace(resume("yes"), devices=4)
     result = train(copy, config, epochs=3, best="eval/loss", mode="min")
     _, err = capsys.readouterr()

@@ -182,7 +182,7 @@ def layers(draw):
 
 
 def stack(case):
-    """As `eqx.filter_vmap` does: one more leading dim on every array."""
+    """Add a leading dim to every array, as `eqx.filter_vmap` does."""
 
     def more(dims):
         known = tuple(dim for dim in dims if dim != "layers")

@@ -179,7 +179,7 @@ def test_by_dim_splits_a_transformer(stacked):
 
 
 class Careless(eqx.Module):
-    """With annotations of too many dims, of a name that nothing defines, and of both."""
+    """Annotations with too many dims, with a name that nothing defines, and with both."""
 
     head: nn.Linear
     delta: Float[Array, " state"]

@@ -90,7 +90,7 @@ def flops(compiled):
 
 @pytest.fixture
 def frames_of(monkeypatch):
-    """How many functions of ours a call enters, and how deep they are nested."""
+    """The number of functions of ours that a call enters, and how deep they nest."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("_frames").frames_of
 

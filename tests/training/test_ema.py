@@ -155,7 +155,7 @@ class Normed(eqx.Module):
 
 
 def test_statistics_of_inputs_are_computed_again_for_the_average():
-    """As the docstring of `ema_model` says: the state has those of the trained weights."""
+    """The state has those of the trained weights; the docstring of `ema_model` says so."""
 
     def apply(model: Any, model_state: Any, x: Any) -> Any:
         axes: dict = dict(in_axes=(0, None), out_axes=(0, None), axis_name="batch")

@@ -92,7 +92,7 @@ def same_memory(tree):
 
 
 def test_a_companion_may_have_the_memory_of_the_state():
-    """That is not donated, whenever it is given: XLA would end the process."""
+    """That memory is then not donated, because XLA would end the process."""
     train_step = eqxshard.make_train_step(to_teacher, OPTIM)
     state = state_on()
     # A new companion at each call.

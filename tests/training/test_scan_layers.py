@@ -263,7 +263,7 @@ def per_device(call, arrays, static, x):
 
 @pytest.mark.parametrize("transform", [forward, per_device])
 def test_layers_go_through_transforms_that_gather_nothing(transform):
-    """As on one device, of which `forward` is plain JAX, and `per_device` what it maps."""
+    """The values are those of one device, under transforms of JAX and per-device code."""
 
     def call(layers, x, *, key):
         del key

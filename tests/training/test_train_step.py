@@ -211,7 +211,7 @@ def test_a_state_of_another_rule_or_mesh_is_no_recompile(caplog):
 
 @pytest.mark.slow
 def test_three_thousand_steps_do_not_deadlock():
-    """In a process of its own: a deadlock of simulated devices ends in an abort."""
+    """It runs in a process of its own: a deadlock of simulated devices ends in an abort."""
     program = """
         import jax
         jax.config.update("jax_num_cpu_devices", 8)
