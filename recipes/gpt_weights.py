@@ -117,7 +117,7 @@ def shape_of(folder: Folder) -> Shape:
         return _shape(config)
     except FileNotFoundError:
         raise eqxshard.UsageError(
-            f"{file} does not exist; give a folder with a GPT-2 or Llama of Hugging Face's."
+            f"{file} does not exist; give the folder of a Hugging Face GPT-2 or Llama."
         ) from None
     except (ValueError, TypeError) as error:
         sentence = f"{file} cannot be used: {str(error).rstrip('.')}."

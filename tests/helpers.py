@@ -204,7 +204,7 @@ def compiled_by_jit(monkeypatch):
 
 @contextlib.contextmanager
 def compiles(name):
-    """Collects what JAX traces and compiles of functions with this name."""
+    """Collects JAX's traces and compiles of functions with this name."""
     events = []
 
     def listen(event: str, duration_secs: float, **what: str | int) -> None:

@@ -1,4 +1,4 @@
-"""Experts, and what they compute: by `mixture_of_experts`, and by a loop of routes."""
+"""Experts, and their results: by `mixture_of_experts`, and by a loop of routes."""
 
 import collections
 import functools as ft

@@ -23,7 +23,7 @@ def mesh_of(**sizes) -> Mesh:
 
 
 def placed(tree: Any, mesh: Mesh, spec) -> Any:
-    """The shapes of a tree, each with a sharding: `spec`, or what it says of the path."""
+    """The shapes of a tree, each with a sharding: `spec`, or its value for the path."""
 
     def place(path, x):
         name = jax.tree_util.keystr(path)

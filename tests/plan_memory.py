@@ -99,7 +99,7 @@ CASES = {
     # XLA does not count these copies, which here are many.
     "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, below=0.13),
     "MLP, zero1, accumulate": Case(*MLP, {"data": 8}, ZERO1, accumulate=2),
-    # XLA does not count what convolutions copy, so a plan says too little by so much.
+    # XLA does not count the copies of convolutions, so a plan is too low by this much.
     "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, below=0.65),
     "GPT, context, ring attention": Case(*DOTS, {"data": 2, "context": 2}, RULE),
 }

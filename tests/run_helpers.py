@@ -1,4 +1,4 @@
-"""Scripts run in this process, or in others, and what their runs wrote."""
+"""Scripts run in this process, or in others, and the files of their runs."""
 
 import json
 import os

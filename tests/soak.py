@@ -284,7 +284,7 @@ def _limit(run: Run, rng: random.Random, kind: int, what: str, most: float) -> s
     before = {}
     for worker in (workers[number] for number in which if number < len(workers)):
         with contextlib.suppress(OSError):
-            # Not below those that it has open, or to wait for these would fail.
+            # Allow the files that it has open, or waiting for these would fail.
             opened = {int(x.name) for x in Path(f"/proc/{worker}/fd").iterdir()}
             free = min(set(range(len(opened) + 1)) - opened)
             limit = 0 if kind == resource.RLIMIT_FSIZE else free
@@ -343,7 +343,7 @@ class Soak:
             time.sleep(0.005)
         most = {"start": 8.0, "training": 5.0}.get(place, 0.4)
         time.sleep(rng.uniform(0, most))
-        # All of them come up, in turns.
+        # All kinds of faults come up, in turns.
         self._left = self._left or rng.sample(FAULTS, len(FAULTS))
         fault = self._left.pop()
         at, where = self._seconds(), f"{run.place()}, step {run.step()}"

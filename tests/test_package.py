@@ -151,7 +151,7 @@ def re_exported(front):
 
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
-#: All that is public of them is in `eqxshard` itself.
+#: Rooms whose public names are all in `eqxshard` itself.
 PRIVATE_ROOMS = ("compiled", "loop", "pages", "rewrite", "transforms")
 
 

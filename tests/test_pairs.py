@@ -529,7 +529,7 @@ def check(case, folder):
     rtol = {16: 1e-1, 32: 1e-3, 64: 1e-9}[bits]
     rounding = {16: 1e-6, 32: 1e-6, 64: 1e-14}[bits]
     for path, array in now.items():
-        # In the norm, relative to what the steps changed.
+        # The error in the norm, relative to the change by the steps.
         found, was, wanted = map(wide, (array, start[path], end[path]))
         assert array.dtype == end[path].dtype
         limit = rtol * size(wanted - was) + rounding

@@ -396,7 +396,7 @@ program(
     w=(WIDTH,),
 )
 
-# Slices, and what joins
+# Slices and joins
 
 
 def moved(name, fn):

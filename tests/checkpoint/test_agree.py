@@ -1,4 +1,4 @@
-"""Two processes that agree on what one of them found; the other one is pretended."""
+"""Two processes that agree on the result of one of them; the other one is simulated."""
 
 import json
 

@@ -109,7 +109,7 @@ def test_only_our_files_are_removed(tmp_path, checkpoints):
         assert (folder / step / "notes.txt").read_text() == f"of {step}"
     left = [path for path in (folder / "5" / "state").rglob("*") if path.is_file()]
     assert left == [folder / "5" / "state" / "d" / "notes.txt"]
-    # The copy, and what is called like one, are not taken for good ones.
+    # The copy, and a folder with such a name, are not taken for good checkpoints.
     assert int(eqxshard.Checkpointer(root).restore(like()).step) == 8
 
 

@@ -87,7 +87,7 @@ def predict(model: Any, batch: Any) -> Any:
 
 
 class Root(eqx.Module):
-    """A layer that makes NaN of what is negative."""
+    """A layer that makes NaN of negative numbers."""
 
     weight: jax.Array
 

@@ -63,7 +63,7 @@ def check_step(compiled, state):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= bytes_per_device(state)
     assert memory.host_temp_size_in_bytes == 0
-    # Memory of the host, and what would wait for it.
+    # Memory of the host, and operations that would wait for it.
     found = re.search(r"S\(5\)|infeed|outfeed|callback|MoveTo", compiled.as_text())
     assert not found, found
 

@@ -1,4 +1,4 @@
-"""Checkpoints keep what was read of a loader, by loops of one's own and by `fit`."""
+"""Checkpoints keep a loader's position, in loops of one's own and in `fit`."""
 
 from contextlib import closing
 from itertools import count, islice

@@ -138,7 +138,7 @@ def test_their_operands_are_in_the_order_of_jax(packed, cudnn, as_scripts_run):
         lowered = (
             jax.jit(both).trace(*args, grad, *mask).lower(lowering_platforms=("cuda",))
         )
-        # Numbers of other values depend on what else is computed.
+        # The numbers of other values depend on the rest of the program.
         text = re.sub(r"%\d+", "%", lowered.as_text())
         return re.findall(r"custom_call (@__cudnn.*?)\((.*?)\)", text)
 

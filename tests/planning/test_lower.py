@@ -1,4 +1,4 @@
-"""A plan is made of the step that training runs: what is lowered for it is the same."""
+"""A plan is made of the step that training runs: both lower the same program."""
 
 from typing import Any
 

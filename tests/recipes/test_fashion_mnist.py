@@ -57,7 +57,7 @@ def small(monkeypatch):
 
 
 def run(*options, **settings):
-    """The same in a process of its own."""
+    """Runs the recipe in a process of its own; returns the same."""
     return finished([sys.executable, SCRIPT, *options], env=environment(**settings))
 
 

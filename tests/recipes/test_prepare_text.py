@@ -1,4 +1,4 @@
-"""Preparation of text, and the language model recipe on what it writes."""
+"""Preparation of text, and the language model recipe on prepared text."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def files(tmp_path, monkeypatch):
         show_progress=False,
     )
     tokenizer.train_from_iterator(DOCUMENTS, trainer)
-    # A published one may cut what it encodes.
+    # A published tokenizer may cut texts.
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
     tokenizer.save("published.json")
@@ -105,7 +105,7 @@ def test_what_is_there_is_never_touched(files, capsys, monkeypatch):
         assert_refused(refused, f"there is a {name}; delete it, or give another --output")
     refused = prepare(capsys, monkeypatch, "--output", "a.txt/b/out")
     assert_refused(refused, "a.txt is not a folder; give another --output")
-    # Also beside the output, and no folder is left of what failed.
+    # Also beside the output: a failure leaves no folder behind.
     for name in ("new/folder/out", "mine/out"):
         refused = prepare(capsys, monkeypatch, "--output", name, more=["bad.jsonl"])
         assert_refused(refused, "line 1 of bad.jsonl is not a document")

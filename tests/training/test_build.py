@@ -35,7 +35,7 @@ def cut(key):
 
 
 def entangled(key):
-    """The first and the last share a draw, and the last needs what is made of the first."""
+    """The first and the last share a draw, and the last needs a result of the first."""
     whole = normal(key, (64, 64))
     first = whole * 2
     second = jnp.sin(first)

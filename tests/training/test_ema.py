@@ -101,7 +101,7 @@ def test_an_average_of_a_part_is_refused(part):
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_average_is_where_the_weights_are(rule, dtype):
-    """Wherever the optimizer's state is. The program that evaluates these takes it."""
+    """Wherever the optimizer's state is. One program evaluates weights and average."""
     optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.5)))
     precision = eqxshard.Precision(None, params=dtype)
 

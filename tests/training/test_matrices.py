@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices: their values, and what devices send for them."""
+"""Optimizers that need whole matrices: their values, and their communication."""
 
 import math
 from typing import Any, NamedTuple
@@ -197,7 +197,7 @@ def assert_close(found, wanted, tolerance=2e-5):
 )
 def test_steps_are_those_of_one_device(name, sizes):
     optim = OPTIMS[name]
-    # Muon of what Muon made brings out rounding.
+    # Muon applied to Muon's result amplifies rounding.
     tolerance = 2e-4 if name == "clipped" else 2e-5
     assert_close(train(optim, sizes), train(optim, {}), tolerance)
 

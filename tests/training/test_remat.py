@@ -70,7 +70,7 @@ def test_what_is_computed_again(remat, products, attention):
 
 def test_what_is_kept_may_be_in_the_memory_of_the_host():
     assert "MemorySpace.Host" not in gradient("dots")
-    # Two products, what is named, and the results of cuDNN's operation.
+    # Two products, the named arrays, and the results of cuDNN's operation.
     assert gradient("offload").count("MemorySpace.Host") == 4
 
 

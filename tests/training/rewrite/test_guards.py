@@ -68,7 +68,7 @@ def channels_last(weight, batch):
 
 
 def rows_in_the_middle(weight, batch):
-    """A layout of which nobody can tell where the examples are."""
+    """A layout in which the dim of the examples is not known."""
     x = jnp.transpose(batch["x"], (2, 3, 0, 1))
     y = convolve(x, weight, groups=2, layout=("HWNC", "HWIO", "HWNC"))
     return jnp.mean(y**2, axis=(0, 1, 3))
@@ -97,7 +97,7 @@ def split_pixels_and_groups(weight, batch):
 
 
 def ensemble(weight, batch):
-    """Each kernel for inputs of its own."""
+    """An ensemble: each kernel has inputs of its own."""
     x = batch["x"].reshape(16, 4, 2, 6, 6)
 
     def one(weight, x):
