@@ -79,12 +79,12 @@ class FirstNonfinite:
     arrays: tuple[str, ...]
 
     def describe(self, examples: Sequence[int] | np.ndarray | None = None) -> str:
-        """A sentence, which names examples if it gets those of the batch's rows.
+        """The result as a sentence.
 
         **Arguments:**
 
-        - `examples`: the number of each row's example, such as `loader.rows(3)`. By
-            default, the sentence names rows of the batch.
+        - `examples`: the index in the source of each row's example, such as
+            `loader.rows(3)`, which the sentence then names, too.
         """
         if self.given is not None:
             where = f"{self.given} contains {self.value}"
