@@ -159,7 +159,7 @@ def read_in(folder: Path) -> list[Any]:
     steps: dict[int, dict[int, Any]] = {}
     files = sorted(folder.glob("read-*.jsonl"))
     for first, some in itertools.groupby(files, lambda file: int(file.name.split("-")[1])):
-        # What a run that was killed had read after its checkpoint is read again.
+        # Examples that a killed run had read after its checkpoint are read again.
         steps = {step: parts for step, parts in steps.items() if step < first}
         lines = itertools.chain(*(file.read_text().splitlines() for file in some))
         for step, parts in map(json.loads, lines):

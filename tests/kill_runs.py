@@ -132,7 +132,7 @@ def main() -> None:
     whole = root / "whole"
     whole.mkdir()
     finish(whole)
-    # Again, now that all is compiled: how long there is to kill.
+    # Once more, now that all is compiled, to learn how long a run lasts.
     shutil.copytree(whole, root / "again")
     shutil.rmtree(root / "again" / "checkpoints")
     seconds = finish(root / "again")

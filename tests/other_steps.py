@@ -270,7 +270,7 @@ STEPS = {
     for make in (nnx_mlp, fsdp_by_hand, shard_map_pipeline, optax_mnist, easy_lm)
 }
 
-#: What each sends along which axes, on any backend.
+#: The collectives of each step along each axis, on any backend.
 SENT = {
     "nnx_mlp": {("data", "all-reduce")},
     "shard_map_pipeline": {("pipe", "collective-permute"), ("replica", "all-reduce")},

@@ -100,7 +100,7 @@ def dims(tree):
 
 def dims_of(annotation, value):
     """The dims in a module with one field, relative to the field."""
-    # Strings in the annotation name what the test's own module defines.
+    # Strings in the annotation name definitions of the test's own module.
     caller = sys._getframe(1).f_globals["__name__"]
     found = dims(module(x=annotation, defined_in=caller)(value))
     return {path[2:]: names for path, names in found.items()}

@@ -328,7 +328,7 @@ class Soak:
         again = f"again from step {found[-1]}" if found else "on"
         self._print(f"goes {again}, after {seconds - ended:.1f} s")
         self.longest = max(self.longest, seconds - ended)
-        # What it says several times, of several steps, once.
+        # Lines that differ in numbers alone are printed once.
         lines = filter(TELLING.match, news.replace(f"{run.folder}/", "").splitlines())
         for line in {re.sub(r"\d+", "", line): line for line in lines}.values():
             line = re.sub(r"(ERROR|WARNING):[\w.]+:| Its last lines:", "", line)
@@ -349,7 +349,7 @@ class Soak:
         at, where = self._seconds(), f"{run.place()}, step {run.step()}"
         self._print(f"{where}: {fault(run, rng)}", at)
         self.counts[fault.__name__] += 1
-        # What stops it does so in a moment.
+        # A fault that ends the launcher does so in a moment.
         time.sleep(0.5)
         self._keep_launched()
 
@@ -424,7 +424,7 @@ def soak(minutes: float, seed: int) -> None:
         disturber.go_on()
         while time.monotonic() - disturber.began < 60 * minutes:
             disturber.disturb()
-        # Not where an epoch ends, nor where a checkpoint is due.
+        # End where neither an epoch ends nor a checkpoint is due.
         steps = run.step() + 20
         steps += next(i for i in range(70) if (steps + i) % 35 == 3)
         kill_both(run, disturber.rng)

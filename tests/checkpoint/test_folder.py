@@ -145,7 +145,7 @@ def test_a_checkpoint_is_not_written_over_what_is_not_ours(tmp_path, kind):
     )
     with pytest.raises(OSError, match=says):
         checkpointer.wait()
-    # What is left of the checkpoint that was cut off goes.
+    # The rest of the unfinished checkpoint is removed.
     left = {folder / "1" / "state", *(folder / "lock",)} if kind == "notes" else set()
     assert tree(other) == before[0]
     assert {*map(str, left)} <= tree(folder).keys() <= before[1]

@@ -54,7 +54,7 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
         says = rf"{folder} is in use by process {process.pid} on {host} since 20.*; wait"
         with pytest.raises(ValueError, match=says):
             fit(folder, train_step)
-        # What the other is about to write is left alone.
+        # The files that the other is about to write are left alone.
         left = CheckpointFolder(folder)
         left.make(7)
         left.end()

@@ -131,7 +131,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_logged(
     lines = [r.message for r in caplog.records if r.name.startswith("eqxshard")]
     assert {*lines} == {"old checkpoints could not be removed: Directory not empty."}
     assert checkpointer.steps() == [3]
-    # What is left of it does not keep a later run from saving.
+    # The rest of old checkpoints does not keep a later run from saving.
     again = eqxshard.Checkpointer(tmp_path)
     state = again.restore(like())
     eqxshard.fit(state, train_step, make_loader(), steps=4, checkpointer=again)

@@ -157,7 +157,7 @@ def test_the_parts_of_a_run_add_up_to_what_is_printed(now, takes, tmp_path, monk
         trackers=[tracker],
         callbacks=[SlowCallback(takes)],
     )
-    # Reports have what came before them, and the last words say the same as all of them.
+    # A report has the times before it; the last line has the sums of all reports.
     assert [step for step, _ in tracker.lines] == [2, 4]
     found = all_times(tracker)
     assert (

@@ -163,7 +163,7 @@ def run_into(error, checkpointer):
     step, loader = fails_fifth(error), make_loader()
     with pytest.raises(type(error)) as caught:
         eqxshard.fit(state, step, loader, steps=6, checkpointer=checkpointer)
-    # What cannot be read is not handed back.
+    # A state that cannot be read is not handed back.
     assert not hasattr(caught.value, "state")
     return caught.value.__notes__
 
@@ -399,7 +399,7 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
         checkpointer, step = eqxshard.Checkpointer(tmp_path), fresh(loss_fn=squares)[1]
         state = eqxshard.fit(state, step, loader, epochs=epochs, checkpointer=checkpointer)
     assert caplog.messages[1:] == [f"4 of 12 steps were skipped, {bad_row}"]
-    # The part of a run whose steps before are not known.
+    # A part of a run whose earlier steps are not known.
     state, step = fresh(loss_fn=squares)
     state = eqxshard.fit(state, step, make_loader(), steps=8)
     eqxshard.fit(state, step, loader, steps=9)

@@ -49,7 +49,7 @@ def on_mesh():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn, on_mesh):
     assert CALL in primitives(attention, *arrays(dtype)[:3])
-    # Not if it could not compute it.
+    # cuDNN cannot compute these.
     for other in (arrays(jnp.float32), arrays(dtype, dim=12)):
         assert CALL not in primitives(attention, *other[:3])
 

@@ -95,7 +95,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(
         assert line["eval/perplexity"] == pytest.approx(expected, rel=1e-5)
     reports = [line for line in lines if "train/loss" in line]
     assert all(line["tokens_per_second"] > 0 for line in reports)
-    # What a CPU can compute at most is not in the table.
+    # The peak of a CPU is not in the table.
     assert not any("mfu" in name for line in lines for name in line)
     # Nothing is left to train.
     status, out, err = main(*options, "--resume", "yes", "--sample", "the quick ")

@@ -38,7 +38,7 @@ def test_the_last_line_is_what_main_returns(script, tmp_path):
     assert (
         before == f"metrics, checkpoints and a page, index.html, are in {tmp_path / 'run'}"
     )
-    # What the script was called with is recorded.
+    # The arguments of the script are recorded.
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     own = {"model": "small", "optimizer": "adam", "learning_rate": None}
     assert own.items() <= summary["settings"].items()

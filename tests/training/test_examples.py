@@ -196,7 +196,7 @@ def test_negative_weights_are_refused():
     batch = make_batch(weight=weight)
     refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
     placed = eqxshard.filter_shard(batch, batch_sharding(make_mesh()))
-    # Of arrays on the devices, only the first call of a step reads the weights.
+    # If arrays are on the devices, only the first call of a step reads the weights.
     with refused:
         train_step(state, batch)
     for made in (batch, placed):

@@ -224,7 +224,7 @@ def test_donation_of_modules_and_keywords():
     assert deleted((1, 3)) == [False, True, True, False]
     assert deleted("all") == [True] * 4
     assert deleted("all-except-first") == [False, True, True, True]
-    # What has no position is not donated in the place of one that was left out.
+    # An argument without a position is not donated in place of one that was left out.
     extra = jnp.ones(8)
     eqxshard.filter_jit(step, donate=2)(Scale(), jnp.ones(8), extra=extra)
     assert not extra.is_deleted()

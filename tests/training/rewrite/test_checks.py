@@ -214,7 +214,7 @@ def test_a_check_that_holds_moves_nothing_between_devices():
         return sum(collectives(lowered.compile()).bytes.values())
 
     checked = bytes_moved(lambda x: check(x, jnp.any(x > 100), "too large"))
-    # Whether a value was too large, on any device.
+    # True if a value was too large on any device.
     assert checked <= bytes_moved(lambda x: x) + 8
 
 

@@ -193,7 +193,7 @@ def lookup_of_flat_rows(table, batch):
 def segments(reduce, table, batch):
     values = (batch["rows"] @ table)[:-1]
     out = reduce(values, batch["i"][:-1, 0], 12)
-    # Segments without values are infinite of a maximum, or a minimum.
+    # The maximum or minimum of a segment without values is infinite.
     return jnp.sum(jnp.where(jnp.isfinite(out), jnp.tanh(out), 0))
 
 

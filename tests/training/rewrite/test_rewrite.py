@@ -23,7 +23,7 @@ from eqxshard.training.rewrite._checks import Errors
 from eqxshard.training.rewrite._convolutions import fast_convolutions
 from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
 
-#: How many primitives the programs of the sweep have between them, at least.
+#: The least number of primitives that the programs of the sweep have together.
 PRIMITIVES = 165
 #: Many of the programs are over the whole batch.
 LINT: Any = {"callback": "off", "global-batch": "off"}
