@@ -21,8 +21,8 @@ nox.options.download_python = "never"
 # The tests come last, so that their summary is at the end.
 nox.options.sessions = ["lint", "typecheck", "tests"]
 
-# Container images often set it. Then every process that a test starts would compile JAX's
-# Python again, which takes two of its five seconds.
+# Container images often set this variable. Every process that a test starts would then
+# compile JAX's Python files again, which takes two of its five seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
@@ -57,7 +57,7 @@ def newest_python() -> str:
         command = shutil.which(f"python{python}")
         if command is None:
             return False
-        # It may be a shim of pyenv, for a version that is not chosen.
+        # It may be a shim of pyenv, for a version that is not selected.
         return subprocess.run([command, "-V"], capture_output=True).returncode == 0
 
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -175,7 +175,7 @@ def tests_newest(session: nox.Session) -> None:
 
 
 def run_versions(session: nox.Session, gpu: bool = True) -> None:
-    """Run the tests marked `versions`: those that would notice a change of JAX's."""
+    """Run the tests marked `versions`, which a change of JAX could break."""
     session.run(*PYTEST, "-m", "versions and not thorough and not gpu", *session.posargs)
     if gpu:
         compile_for_gpus(session, "tests/gpu", mark="versions and gpu and not thorough")

@@ -1,12 +1,12 @@
-"""Whether a change made anything slower: the benchmarks of two checkouts, in turn.
+"""Compare the benchmarks of two checkouts, to see if a change made anything slower.
 
 Each checkout runs its own benchmarks on its own eqxshard, so their APIs may differ. A round
 runs a benchmark once in each checkout, in new processes, and every other round starts with
 the other checkout. The table has the median over rounds for each checkout, and the ratio:
 this checkout's figure divided by the other's in the same round, its median, smallest and
-largest. What is measured beside eqxshard is the same code in both checkouts, so its ratio
-shows the noise. The last column is the ratio divided by that of the first contestant, which
-ran at the same time: on a busy machine it says more.
+largest. The other contestants are the same code in both checkouts, so their ratios show the
+noise. The last column is the ratio divided by that of the first contestant, which ran at
+the same time: on a busy machine it says more.
 
     git worktree add --detach ../before COMMIT
     python benchmarks/_before_after.py ../before
@@ -39,7 +39,7 @@ OPTIONS = {
     "checkpoint": "--rounds 1",
 }
 
-#: What one run of a benchmark found: (contest, unit, contestant) -> figure.
+#: The figures of one run of a benchmark, by contest, unit and contestant.
 Figures = dict[tuple[str, str, str], float]
 
 

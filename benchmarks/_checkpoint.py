@@ -49,7 +49,7 @@ def with_orbax(folder: str) -> tuple[Save, Restore]:
 
 
 def megabytes(name: str) -> float:
-    """A figure of this process's memory, of Linux."""
+    """A figure of this process's memory in MiB, from Linux."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE)
     assert found is not None

@@ -1,9 +1,8 @@
-"""What XLA's options do to the steps of large models, by plans: nothing is run.
+"""Compare XLA's options for the steps of large models, by plans: nothing is run.
 
 Each step is compiled for GPUs that are not there, once with each set of options, and its
-schedule is read as plans read it: the seconds that are waited for links, those of the
-whole step, and the peak of memory. An option that is worse in one of them does not always
-help.
+schedule is read as plans read it: the seconds that it waits for links, the seconds of the
+whole step, and the peak of memory. An option that makes one of them worse may not help.
 
 It needs JAX's compiler for GPUs, as plans do.
 
@@ -61,7 +60,7 @@ class Case:
     """A step of a large model on a mesh.
 
     - `make_model`, `loss_fn`, `optim`, `rule`: as for `eqxshard.plan`.
-    - `batch`: of all devices.
+    - `batch`: the batch of all devices.
     - `mesh`: the sizes of its axes.
     - `target`: as for `eqxshard.plan`.
     """
@@ -118,7 +117,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def read(case: Case, options: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a step; none if it is not compiled."""
+    """The figures of a step; none if it cannot be compiled."""
     try:
         plan = eqxshard.plan(
             case.make_model,
@@ -161,7 +160,7 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What XLA's options do to the steps of large models, by plans."
+        description="Compare XLA's options for the steps of large models, by plans."
     )
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--options", nargs="+", choices=[*OPTIONS], default=[*OPTIONS])

@@ -34,7 +34,7 @@ nn = eqx.nn
 
 
 class Dense(eqx.Module):
-    """A residual layer of vectors."""
+    """A residual layer for vectors."""
 
     linear: nn.Linear
 
@@ -46,7 +46,7 @@ class Dense(eqx.Module):
 
 
 class Block(eqx.Module):
-    """A block of a transformer, of sequences."""
+    """A transformer block for sequences."""
 
     norms: list[nn.LayerNorm]
     attention: nn.MultiheadAttention
@@ -67,7 +67,7 @@ class Block(eqx.Module):
         return x + jax.vmap(self.down)(hidden)
 
 
-#: Each with the shape of a batch.
+#: Layers by name, each with the shape of a batch.
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "dense": (Dense, (ROWS, WIDTH)),
     "blocks": (Block, (ROWS, TOKENS, WIDTH)),
@@ -95,7 +95,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
 
 
 class Watched:
-    """The loss function, and how it is called: how often, under how many frames of ours."""
+    """The loss function, which counts at each call the frames of ours that it is under."""
 
     def __init__(self) -> None:
         self.frames: list[int] = []

@@ -135,7 +135,7 @@ def save_with_eqxshard(state: Any, folder: str) -> None:
 
 
 def seconds_to_start(build: Any, save: Any, make: Callable[[Any], Any]) -> list[float]:
-    """To make a state, and then to save it."""
+    """Seconds to make a state, and then to save it."""
     key = jax.block_until_ready(jax.random.key(0))
     jax.clear_caches()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The functions of eqxshard that a call goes through; a test holds their number."""
+"""Counts the functions of eqxshard that a call goes through; a test limits the number."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ def frames_of(function: Callable[[], Any]) -> tuple[int, int]:
             entered += event == "call"
             deepest = max(deepest, depth)
 
-    # Or it may close iterators of ours that somebody left.
+    # A garbage collection may close abandoned iterators of ours, which would count.
     gc.disable()
     sys.setprofile(count)
     try:

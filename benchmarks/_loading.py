@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of loaders: the loaders of others, and how fast one is."""
+"""Shared by the benchmarks of loaders: other libraries' loaders, and how to time one."""
 
 import importlib
 import importlib.util

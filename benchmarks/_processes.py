@@ -102,7 +102,7 @@ class Contestant:
 
 
 def share_platform(device: str) -> bool:
-    """Have this process and the contestants share a platform; whether it is a GPU.
+    """Have this process and the contestants share a platform; True if it is a GPU.
 
     **Arguments:**
 
@@ -120,7 +120,7 @@ def share_platform(device: str) -> bool:
 def turn(
     name: str, process: Contestant, command: str, results: list[dict[str, float]]
 ) -> Turn:
-    """A turn that asks a contestant for a command, and adds what it answers to a list.
+    """A turn that gives a contestant a command, and adds its answer to a list.
 
     The first one waits until the contestant is built. If its process ends, the seconds are
     NaN, so that the others can go on.

@@ -76,7 +76,7 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
 
 
 def read(name: str) -> dict[str, Any]:
-    """What a benchmark found."""
+    """The results of a benchmark."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -118,7 +118,7 @@ def table(name: str) -> str:
 
 
 def updated(page: str) -> str:
-    """A page with the tables of now."""
+    """A page with its tables written anew."""
 
     def write(match: re.Match[str]) -> str:
         text = summary() if match[2] == "summary" else table(match[2])

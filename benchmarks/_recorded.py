@@ -1,4 +1,4 @@
-"""A compiled step as a short text, which is timed at any efficiency in milliseconds.
+"""A compiled step as a short text, to plan its time at any efficiency in milliseconds.
 
 Collectives and loops are left as they are. Between them, one instruction has the work of
 all kernels: `%work = f32[] work(), seconds=[least, products, attention, memory],
@@ -13,7 +13,7 @@ from eqxshard.compiled._hlo import Instruction, Module
 from eqxshard.planning._costs import FREE
 from eqxshard.planning._efficiency import Work
 
-#: What a schedule reads of the attributes of a collective, or of a loop.
+#: The attributes of a collective or a loop that a schedule reads.
 _KEPT = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(?:mesh\[.*?\}|\{(?:\{[^}]*\},?)*\}|\[[^\s]*)"
@@ -27,7 +27,7 @@ def shorten(
     operations: Sequence[Operation],
     read_work: Callable[[Instruction], Work],
 ) -> str:
-    """The text.
+    """Write the short text of a compiled step.
 
     **Arguments:**
 
@@ -85,7 +85,7 @@ def _write(instruction: Instruction) -> str:
         for pattern in (_KEPT, _TRIPS)
         for found in pattern.finditer(instruction.attributes)
     )
-    # Of what they take, only which collective is done.
+    # Of the operands, only the collective that a -done operation ends.
     done = instruction.opcode.endswith("-done")
     taken = f"%{instruction.operands[0]}" if done and instruction.operands else ""
     shape = instruction.type

@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 OUTPUT = HERE.parent / "build" / "benchmarks"
 
-#: The options with which two cores do all in that time. By themselves, scripts do more.
+#: The options with which all take that time on two cores. By default, scripts do more.
 OPTIONS = {
     "memory": "",
     "gpu_compiled": "",

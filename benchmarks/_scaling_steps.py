@@ -1,4 +1,4 @@
-"""For `scaling.py`, in each process that it starts: steps of eqxshard, and by hand.
+"""Run by `scaling.py` in each of its processes: steps of eqxshard, and by hand.
 
 Both train the same MLP on the same batches over the same mesh of all devices, and take
 turns. The batch is kept on the devices, so that only the steps are measured.

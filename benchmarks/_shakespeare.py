@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "precision": "bfloat16",
     },
 }
-#: Of both: GPT-2 without biases. More windows than there are in the validation text.
+#: Options of both: GPT-2 without biases, and more windows than the validation text has.
 SHARED = {
     "positions": "learned",
     "norm": "layer",

@@ -71,9 +71,9 @@ class Contest:
 class Growth:
     """Contests at one task of growing size.
 
-    - `title`: what grows, such as `a step by the number of its parameters`.
+    - `title`: the task and its size, such as `a step by the number of parameters`.
     - `sizes`: one for each contest.
-    - `contests`: of the same contestants.
+    - `contests`: contests of the same contestants, one for each size.
     """
 
     title: str
@@ -155,7 +155,7 @@ class Report:
 
     @matplotlib.rc_context(_STYLE)
     def plot(self, path: Path) -> None:
-        """Draw the figures, on nothing, for pages of any colour."""
+        """Draw the figures without a background, for pages of any colour."""
         heights = [0.9 + 0.32 * len(contest.values) for contest in self.contests]
         heights += [3.2] * len(self.growths)
         figure, axes = plt.subplots(

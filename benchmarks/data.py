@@ -63,7 +63,8 @@ MEAN, STD = np.float32(127.5), np.float32(73.6)
 RANDOM = np.random.default_rng(0)
 #: For pipelines of Grain's, with eqxshard and without.
 READ_OPTIONS = grain.ReadOptions(num_threads=16, prefetch_buffer_size=16)
-#: Sequences, what they are packed into, and how many of these make up a batch.
+#: The number of sequences, their greatest length, and the length and number of the rows of
+#: a batch that they are packed into.
 SEQUENCES, LONGEST, PACKED, PACKED_BATCH = 5000, 400, 512, 32
 
 
@@ -103,7 +104,7 @@ def on_device(make: Callable[[], Batches]) -> Batches:
 
 
 def with_steps(make: Callable[[], Batches]) -> Batches:
-    """Batches that a step uses each, which takes some 200 microseconds on a CPU."""
+    """Batches, each used by a step that takes some 200 microseconds on a CPU."""
     weight = jnp.ones((128, 128))
 
     @jax.jit
@@ -325,7 +326,7 @@ def from_memory_with_a_step(images: np.ndarray) -> Contestants:
 
 
 def examples(records: Any) -> grain.MapDataset:
-    """Examples of Grain's, without end; of bytes, decoded."""
+    """An endless dataset of Grain's; records of bytes are decoded."""
 
     def example(record: Any) -> dict[str, np.ndarray]:
         return {"image": decode(record) if isinstance(record, bytes) else record}
@@ -353,7 +354,7 @@ def packed(sequences: Sequence[np.ndarray]) -> grain.IterDataset:
 
 
 def from_examples(make: Callable[[], grain.MapDataset]) -> Contestants:
-    """A pipeline of examples, read by as many threads with eqxshard and without."""
+    """A pipeline of examples, read by the same number of threads in both turns."""
 
     def by_hand() -> Batches:
         return with_device_put(make().batch(BATCH_SIZE).to_iter_dataset(READ_OPTIONS))

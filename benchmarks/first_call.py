@@ -1,7 +1,7 @@
-"""Seconds of the first call of a train step, and to make the first state: all compiles.
+"""Seconds to call a train step for the first time, and to make a state: both compile.
 
-- The first call of a step, of models whose layers are in a list: dense layers, and blocks
-  of a transformer in float32 and in bfloat16. The baseline is the same step by `jax.jit`
+- The first call of the step of a model with a list of layers: dense layers, and blocks of
+  a transformer in float32 and in bfloat16. The baseline is the same step by `jax.jit`
   by hand, on the same arrays: parameters stored over fsdp, gathered for use, gradients
   constrained back, the state donated. A second one has the guard of
   `optax.apply_if_finite`. All are checked to reach the same losses.
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from _side_by_side import Contest, Report, parser, take_turns
 
-#: Of losses of float32, and of bfloat16.
+#: The allowed relative errors of losses, in float32 (False) and in bfloat16 (True).
 RELATIVE_ERRORS = {False: 1e-3, True: 3e-2}
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         contest, frames = against_jit(model, layers, bfloat16, args.rounds, mesh)
         contests.append(contest)
     contests.append(against_equinox(args.listed, args.rounds))
-    # The same of every model.
+    # The frames are the same for every model.
     setting = {"rounds": args.rounds, "frames of eqxshard": frames}
     Report("first_call", contests, setting).show_and_write(args.output)
 

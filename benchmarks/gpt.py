@@ -62,7 +62,7 @@ def contestants(task: Task, devices: int, peer: bool) -> dict[str, tuple[str, Ta
 
 
 def has_peer(shape: Any) -> bool:
-    """Whether `gpt_torch` is a model of this shape, and can run."""
+    """True if `gpt_torch` can be a model of this shape, and PyTorch is installed."""
     if any(getattr(shape, name) != value for name, value in _GPT2.items()):
         return False
     if importlib.util.find_spec("torch") is None:
@@ -100,8 +100,8 @@ def main() -> None:
     options.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     options.add_argument("--seq-len", type=int, help="tokens of a sequence")
     options.add_argument("--batch-size", type=int, default=12)
-    options.add_argument("--steps", type=int, default=50, help="of each turn")
-    options.add_argument("--remat", default="dots", help="as the recipe's; ours only")
+    options.add_argument("--steps", type=int, default=50, help="steps of each turn")
+    options.add_argument("--remat", default="dots", help="the recipe's, for eqxshard only")
     options.add_argument(
         "--devices", type=int, help="default: 1 GPU, or one per CPU core, at most 4"
     )

@@ -1,4 +1,4 @@
-"""What the steps of `recipes/fashion_mnist.py` ask of an H200, without one.
+"""The work of the steps of `recipes/fashion_mnist.py` on an H200, without one.
 
 Each step is compiled by XLA's compiler for an H200, and its text is read: the kernels that
 a step launches, the bytes that they move through the device's memory, and the least time
@@ -53,12 +53,12 @@ TARGET = Target.named("h200")
 
 @dataclass(frozen=True)
 class Work:
-    """What one step asks of a GPU.
+    """The work of one step on a GPU.
 
-    - `kernels`: by kind.
+    - `kernels`: the number of kernels, by kind.
     - `moved`: the bytes that kernels of a kind move through the device's memory.
     - `arithmetic`: the seconds of matrix products and convolutions alone, at their peak.
-    - `seconds`: of the whole step, at least.
+    - `seconds`: the least time of the whole step.
     """
 
     kernels: dict[str, float]
@@ -68,7 +68,7 @@ class Work:
 
 
 def read_work(compiled: Any, steps: int) -> Work:
-    """Of one step, from the text of a program that takes `steps`."""
+    """The work of one step, from the text of a program that takes `steps` of them."""
     module = parse_module(compiled.as_text())
     costs = Costs(module)
     kernels, moved, flops = Counter[str](), Counter[str](), Counter[str]()
@@ -99,7 +99,7 @@ def launches(module: Module, computation: str) -> Iterator[tuple[Instruction, in
 
 
 def kind_of(instruction: Instruction) -> str:
-    """Of a kernel: the library's function, or what XLA made it for."""
+    """The kind of a kernel: a library's function, or XLA's name for it."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     if target is not None:
         return target[1]
@@ -218,7 +218,7 @@ def main() -> None:
         print(f"The compiler for GPUs is not installed; run `{install('gpu')}`.")
         return
     sys.path.append(str(wheels_folder()))  # Behind the wheels beside JAX.
-    # Or else the compiler would look for GPUs.
+    # Otherwise the compiler would look for GPUs.
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.config, topology="1x1x1"

@@ -9,7 +9,7 @@
   compiles one layer. By default `scan_layers` recomputes each layer in the backward pass
   (remat); the loop and `remat="none"` do not.
 - Seconds to make a state of many layers in a list, and to save it for the first time, both
-  with all that is compiled for that. The baseline is Equinox, eagerly, on one device.
+  with compilation. The baseline is Equinox, eagerly, on one device.
 - Batches per second of `eqxshard.Loader` against the number of (tiny) examples. The
   baseline is NumPy, which leaves batches on the host; it also runs with `jax.device_put`.
 
@@ -40,7 +40,7 @@ import eqxshard
 from eqxshard.sharding import batch_sharding
 
 BATCH_SIZE, WIDTH = 128, 64
-#: Of a batch of the models that grow, and the elements of a small leaf.
+#: The rows of a batch of the models that grow, and the elements of a small leaf.
 ROWS, LEAF = 32, 16
 OPTIM = optax.adam(1e-3)
 
@@ -72,7 +72,7 @@ class Scales(eqx.Module):
         self.scales = [*jax.random.normal(key, (leaves, LEAF))]
 
     def __call__(self, x):
-        """The product of all."""
+        """The product of the input and all vectors."""
         for scale in self.scales:
             x = x * scale
         return x
@@ -127,7 +127,7 @@ def seconds_of(run: Callable[[int], None], steps: int) -> float:
 
 
 def microseconds_of(run: Callable[[int], None], seconds: float) -> float:
-    """Of one step, over about so many seconds."""
+    """Microseconds of one step, measured for about `seconds`."""
     once = seconds_of(run, 1)
     steps = max(int(seconds / once), 1)
     return seconds_of(run, steps) / steps * 1e6

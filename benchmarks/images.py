@@ -42,7 +42,7 @@ WARMUP_BATCHES = 12
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Coloured clothes on backgrounds of noise, which files cannot hold in a few bytes."""
+    """Coloured clothes on backgrounds of noise, which JPEG cannot store in a few bytes."""
     clothes = eqxshard.data.synthetic_fashion("train", size=count).arrays
     generator = np.random.default_rng(0)
     for number, (image, label) in enumerate(zip(clothes["image"], clothes["label"])):

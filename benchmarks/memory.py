@@ -9,8 +9,8 @@ temporaries, and results that do not reuse donated arguments. Nothing is run. Wh
 compiler for GPUs is installed, which `nox -s bench` does, the same steps are compiled for
 an H200, too.
 
-Of each step for CPUs, the instruction with the largest result is printed: most often it
-explains what the compiled step needs beyond the count.
+For each step on CPUs, the instruction with the largest result is printed: most often it
+explains the memory that the compiled step needs beyond the count.
 
     python benchmarks/memory.py --output build/benchmarks
 """
@@ -273,7 +273,7 @@ def main() -> None:
             case({"data": 1, "fsdp": 8}, fsdp).measures(),
         ),
         "each of 8 devices, fsdp=8, scan_layers": (
-            # Whole are only the weights and the gradients of one layer.
+            # Only the weights and the gradients of one layer are whole.
             single.state // 8
             + of_8.batch
             + depth * (single.layer // 8 + of_8.activation)

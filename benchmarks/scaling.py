@@ -59,7 +59,7 @@ def main() -> None:
         "--devices", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N"
     )
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    options.add_argument("--steps", type=int, default=20, help="of each turn")
+    options.add_argument("--steps", type=int, default=20, help="steps of each turn")
     args = options.parse_args()
 
     def both(processes: int, devices: int) -> dict[int, dict[str, list[float]]]:

@@ -1,7 +1,7 @@
 """Train a language model, on whatever devices there are, and write text with it.
 
-The model is in gpt_model.py, sampling in gpt_generate.py, and what reads and writes the
-weights of others in gpt_weights.py.
+The model is in gpt_model.py, sampling is in gpt_generate.py, and gpt_weights.py reads and
+writes weights in Hugging Face's format.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from eqxshard.run import default
 
 
 def loss_fn(model, batch, key=None):
-    # The step weighs the losses of sequences of documents by this.
+    # With --pack, this entry weights the losses of sequences.
     arguments = {name: x for name, x in batch.items() if name != "__weight__"}
     return model.losses(**arguments, key=key)
 
@@ -50,21 +50,21 @@ def make_rule(shape):
     fsdp = eqxshard.fsdp(min_size=2**10)
     if not shape.experts:
         return eqxshard.combine(by_dim, fsdp)
-    # Stacked in each layer: an expert's own annotations do not say so.
+    # The experts of a layer are stacked, which an expert's own annotations do not say.
     experts = eqxshard.by_path({r"\.experts\.": P(None, "expert")})
     return eqxshard.combine(by_dim, experts, fsdp)
 
 
-# Its options are those of the script: without the name of a group before them.
+# Without a prefix: --layers instead of --shape.layers.
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Changes:
-    """Changes to the shape that --size names."""
+    """Changes to the shape of --size; None changes nothing."""
 
     layers: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
-    """Heads of keys and values; each is used by as many heads of queries."""
+    """Heads of keys and values; each serves the same number of query heads."""
     embed: int | None = None
     mlp: int | None = None
     seq_len: int | None = None
@@ -74,11 +74,11 @@ class Changes:
     norm: Literal["rms", "layer"] | None = None
     activation: Literal["swiglu", "gelu"] | None = None
     tied: bool | None = None
-    """Use the table of embeddings for the output, too."""
+    """Use the embedding table for the output, too."""
     bias: bool | None = None
     dropout: float | None = None
     experts: int | None = None
-    """Experts in each layer, of which each token uses --top-k; 0: a dense layer."""
+    """Experts in each layer, of which each token uses --top-k; 0: dense layers."""
     top_k: int | None = None
 
 
@@ -90,51 +90,51 @@ class Args:
         batch_size=16, steps=1000, evaluate_every=250, log_every=10
     )
     size: Literal["tiny", "124m", "1b", "8b", "70b"] = "tiny"
-    """tiny; GPT-2; or the shapes of Llama 3."""
+    """The shape: a tiny one, GPT-2's (124m), or one of Llama 3's."""
     shape: Changes = Changes()
     data: str = "shakespeare"
-    """shakespeare, a text file, whose bytes are the tokens, a folder made by
-    prepare_text.py, or synthetic: generated tokens, where there are no data."""
+    """shakespeare; a .txt file, whose bytes are the tokens; a folder made by
+    prepare_text.py; or synthetic: generated tokens, which need no data."""
     tokenizer: Annotated[str | None, default("the folder's")] = None
-    """The tokenizer.json of a Hugging Face model, to read and write samples with."""
+    """The tokenizer.json of a Hugging Face model, for samples."""
     pack: bool = False
-    """Documents do not see each other. A document that is longer than what is left of a
-    sequence goes on in the next."""
+    """Keep the documents in a sequence apart; long ones go on in the next sequence."""
     eval_windows: int = 256
     """Evaluate on this many sequences, always the same."""
     learning_rate: float = 1e-3
-    """The highest one: it rises over a hundredth of the steps, then falls to a tenth."""
+    """The highest learning rate, after a hundredth of the steps. It falls to a tenth."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices of the layers; the rest by Adam."""
+    """muon updates the matrices of the layers by Muon, and the rest by Adam."""
     beta2: float = 0.99
-    """Of AdamW."""
+    """The decay of AdamW's average of squared gradients."""
     weight_decay: float = 0.1
-    """Of matrices and tables only."""
+    """The decay of matrices and, with adamw, of embedding tables."""
     clip: float = 1.0
-    """The largest norm of all gradients."""
+    """The largest norm of all gradients together; larger gradients are scaled down."""
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
         default("bfloat16 for 8b and 70b, float32 for smaller sizes"),
     ] = None
-    """The type to compute in. Parameters are float32 between steps."""
+    """The dtype to compute in. Parameters are float32 between steps."""
     accumulate: int = 1
-    """Parts of a batch to go through the model one after the other."""
+    """Into how many parts to split a batch, which go through the model one by one."""
     remat: Annotated[
         Remat | None, default("full for 8b and 70b, dots for smaller sizes")
     ] = None
-    """What the backward pass computes again: nothing, all but matrix products, all; or
-    nothing, with the products kept in the host's memory."""
+    """The values to keep for the backward pass, which computes the others again.
+    none: all values. dots: matrix products. full: no values. offload: dots, on the host."""
     microbatches: int = 4
-    """On a mesh with stages, the parts of each device's rows that pass through them."""
+    """With pipeline stages: into how many parts to split the rows of each device."""
     weights: str | None = None
-    """Start from the weights in this folder: GPT-2 or Llama, of Hugging Face."""
+    """Start from the GPT-2 or Llama in this folder, in Hugging Face's format."""
     export: str | None = None
-    """Write the weights to this folder at the end, for Hugging Face's libraries."""
+    """Write the weights to this folder at the end, in Hugging Face's format."""
     sample: str | None = None
-    """Write a text that begins so, instead of training; with --resume or --weights."""
+    """Continue this text instead of training, with the model of --resume or --weights."""
     length: int = 200
-    """Tokens of each sample; while training, one follows each evaluation. 0: none."""
+    """Tokens of each sample. In training, one follows each evaluation; 0: no samples."""
     temperature: float = 0.8
+    """The temperature of samples: lower is more predictable; 0: the likeliest token."""
 
 
 def make_optimizer(args, steps):
@@ -151,11 +151,11 @@ def make_optimizer(args, steps):
         end_value=peak / 10,
     )
     if args.optimizer == "muon":
-        # The layers are stacked, and Muon is for the matrices of one.
+        # The layers are stacked, but Muon updates the matrices of one layer.
         muon = optax.contrib.muon(
             schedule,
             weight_decay=args.weight_decay,
-            consistent_rms=0.2,  # Then AdamW's learning rates fit.
+            consistent_rms=0.2,  # Makes AdamW's learning rates fit.
             muon_weight_dimension_numbers=find_matrices,
         )
         optim = eqxshard.per_layer(muon, "blocks")
@@ -183,7 +183,7 @@ def find_matrices(params):
 
 
 def is_decayed(params):
-    """Everything but biases and the weights of norms."""
+    """True for everything but biases and the weights of norms."""
 
     def decide(path, _):
         name = jax.tree_util.keystr(path)
@@ -214,7 +214,7 @@ def make_shape(args: Args, vocab_size: int) -> Shape:
     return shape
 
 
-#: What each axis of a mesh divides.
+#: The fields of a shape that each axis of a mesh divides.
 DIVIDED = {
     "tensor": ("kv_heads", "mlp", "vocab_size"),
     "stage": ("layers",),
@@ -237,12 +237,12 @@ def check_mesh(args: Args, shape: Shape) -> None:
                 )
     if sizes.get("stage", 1) > 1 and shape.experts:
         raise eqxshard.UsageError(
-            "--experts does not go with stages; use the mesh axis expert."
+            "--experts does not work with pipeline stages; use the mesh axis expert."
         )
 
 
 class Tokenizer:
-    """A tokenizer of Hugging Face, from its file."""
+    """A Hugging Face tokenizer, from its file."""
 
     def __init__(self, path: Path):
         if not path.is_file():
@@ -251,14 +251,14 @@ class Tokenizer:
             import tokenizers  # Only for this: bytes need no package.
         except ImportError:
             raise eqxshard.UsageError(
-                f"{path} is read by the package tokenizers; add that by pip install "
+                f"{path} needs the package tokenizers; install it with pip install "
                 "tokenizers, or give --length 0 to train without samples."
             ) from None
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The package raises no narrower class.
             raise eqxshard.UsageError(
-                f"{path} is not a tokenizer of Hugging Face ({error}); give another "
+                f"{path} is not a Hugging Face tokenizer ({error}); give another "
                 "--tokenizer."
             ) from None
         self.vocab_size = 1 + max(self.tokenizer.get_vocab().values())
@@ -272,7 +272,7 @@ class Tokenizer:
 
 
 def find_tokenizer(args: Args) -> text.ByteTokenizer | Tokenizer | None:
-    """What reads and writes samples, if there are any."""
+    """The tokenizer of samples; `None` if there are none."""
     is_text = args.data == "shakespeare" or args.data.endswith(".txt")
     if args.tokenizer is not None and is_text and args.sample is None:
         raise eqxshard.UsageError(
@@ -294,7 +294,7 @@ def find_tokenizer(args: Args) -> text.ByteTokenizer | Tokenizer | None:
 
 
 class Report(eqxshard.callbacks.Callback):
-    """After each evaluation: the perplexity, and a sample."""
+    """Logs the perplexity and prints a sample after each evaluation."""
 
     every = None
 
@@ -332,7 +332,7 @@ def write(args: Args, model: GPT, tokenizer, tokens: np.ndarray) -> str:
 
 
 def sample(model, prompt, length, temperature, key, vocab_size=None):
-    """Sample tokens, of the first `vocab_size` ones where the model has more."""
+    """Sample tokens; if the model has more than `vocab_size`, only the first of them."""
     cache = make_cache(model, len(prompt))
     model = eqx.nn.inference_mode(model)
 
@@ -344,7 +344,7 @@ def sample(model, prompt, length, temperature, key, vocab_size=None):
     return generate(decode, cache, prompt, length, key=key, temperature=temperature)
 
 
-# A program each: the first prompt has another length than half a sequence.
+# Two programs: the first prompt may have any length, later ones are half a sequence.
 begin_sequence = eqxshard.filter_jit(sample)
 continue_sequence = eqxshard.filter_jit(sample)
 
@@ -371,7 +371,7 @@ def open_corpus(args: Args) -> text.Corpus:
 
 def make_corpus() -> text.Corpus:
     """Generated tokens: each is the one before it plus 0, 1 or 2, at random."""
-    vocab_size = text.ByteTokenizer.vocab_size  # As texts have.
+    vocab_size = text.ByteTokenizer.vocab_size  # The same as for text.
     steps = np.random.default_rng(0).integers(0, 3, 2**20)
     tokens = np.cumsum(steps) % vocab_size
     train, valid = (
@@ -384,17 +384,17 @@ def make_corpus() -> text.Corpus:
 def train(
     args: Args, corpus: text.Corpus, tokenizer, shape: Shape, make_model, load
 ) -> str:
-    """Train, and export the weights if that is asked for; say how it went."""
+    """Train, export the weights if asked to, and return a summary."""
     if args.pack:
-        # Side by side, so an epoch reads each token once.
+        # Windows lie side by side, so an epoch reads each token once.
         train_data = text.Windows(
             corpus.train, shape.seq_len, stride=shape.seq_len, documents=True
         )
         sampler = None
-        tokens_per_example = 1  # These examples weigh their targets.
+        tokens_per_example = 1  # The weight of an example is its number of targets.
     else:
         train_data = text.Windows(corpus.train, shape.seq_len)
-        # Any token may begin a sequence; an epoch reads as many as there are.
+        # Any token may begin a sequence; an epoch reads as many tokens as there are.
         sampler = eqxshard.data.UniformSampler(max(len(train_data) // shape.seq_len, 1))
         tokens_per_example = shape.seq_len
     eval_data = text.Windows(

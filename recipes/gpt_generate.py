@@ -1,4 +1,4 @@
-"""New tokens after a prompt, one at a time, with a cache of what came before."""
+"""Sampling: new tokens after a prompt, one at a time, with a cache of keys and values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ class KVCache(eqx.Module):
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any = jnp.float32) -> "KVCache":
-        """A cache of no tokens.
+        """An empty cache.
 
         The shape is `(batch, capacity, kv_heads, head_dim)`, after the number of layers if
         they are stacked.
@@ -53,8 +53,8 @@ class KVCache(eqx.Module):
     ) -> "KVCache":
         """Add the keys and values of the next tokens, in one layer.
 
-        Under jit, where the number of tokens is not known, those that no longer fit are
-        written as NaN, and so is all that attends to them.
+        Under jit, where the number of tokens is not known, tokens that do not fit are
+        written as NaN, and so is everything that attends to them.
         """
         batch, seq, *heads = key.shape
         fits = self.key.shape == (batch, self.capacity, *heads) and key.shape == value.shape
@@ -64,7 +64,7 @@ class KVCache(eqx.Module):
             raise eqxshard.UsageError(
                 f"keys {key.shape} and values {value.shape} do not fit a cache of "
                 f"{self.key.shape} with {taken} positions taken; make it by "
-                "KVCache.empty((batch, capacity, kv_heads, head_dim)) with a capacity of "
+                "KVCache.empty((batch, capacity, kv_heads, head_dim)) with a capacity for "
                 "all tokens to come."
             )
         fits = self.length + seq <= self.capacity
@@ -72,7 +72,7 @@ class KVCache(eqx.Module):
         start = (zero, self.length, zero, zero)
 
         def write(old: Array, new: Array) -> Array:
-            # JAX would write the last tokens over those that are there, and say nothing.
+            # JAX would overwrite the tokens before, without an error.
             new = jnp.where(fits, new.astype(old.dtype), jnp.asarray(jnp.nan, old.dtype))
             return jax.lax.dynamic_update_slice(old, new, start)
 
@@ -102,10 +102,10 @@ def generate(
     before. It runs on the devices that the model is on, and draws the same random numbers
     on any number of them. A token whose logits are NaN is -1.
 
-    - `apply`: from tokens and the cache to the logits after the last of the tokens, and the
-        cache with all of them added. It is called with the whole prompt first.
+    - `apply`: a function of tokens and the cache, which returns the logits after the last
+        token, and the cache with all tokens added. Its first call is with the whole prompt.
     - `cache`: an empty cache, such as a `KVCache` or several of them.
-    - `temperature`: what logits are divided by; 0 for the most likely token.
+    - `temperature`: the divisor of the logits; 0 for the most likely token.
     - `top_k`: choose among this many of the most likely tokens.
     - `top_p`: choose among the fewest tokens that together have this probability (Holtzman
         et al. 2019, https://arxiv.org/abs/1904.09751).
@@ -122,7 +122,7 @@ def generate(
             wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
             likely = keep_likely(wide / temperature, top_k, top_p)
             tokens = jax.random.categorical(jax.random.fold_in(key, number), likely)
-        failed = jnp.any(jnp.isnan(logits), axis=-1)  # A cache that is full, say.
+        failed = jnp.any(jnp.isnan(logits), axis=-1)  # The cache is full, for example.
         return jnp.where(failed, -1, tokens).astype(prompt.dtype)
 
     logits, cache = apply(prompt, cache)
@@ -143,7 +143,7 @@ def generate(
 def keep_likely(
     logits: Float[Array, "batch vocab"], top_k: int | None, top_p: float | None
 ) -> Float[Array, "batch vocab"]:
-    """Make all logits -inf but those of the likeliest tokens."""
+    """Set the logits of all but the likeliest tokens to -inf."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -169,10 +169,10 @@ def check_options(
 
 
 def check_capacity(cache: PyTree, prompt: int, length: int) -> None:
-    """The last token need not be in the cache."""
+    """Check that the prompt and all new tokens but the last fit the cache."""
     if prompt < 1:
         raise eqxshard.UsageError(
-            "the prompt is empty; give at least one token, such as an end."
+            "the prompt is empty; give at least one token, such as the end of a text."
         )
     for part in jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, KVCache)):
         if isinstance(part, KVCache) and part.capacity < prompt + length - 1:

@@ -1,8 +1,8 @@
-"""A decoder in plain Equinox: GPT-2, Llama, and what lies between, by its shape.
+"""A decoder in plain Equinox: GPT-2, Llama, or a mixture of the two, by its shape.
 
 The annotations name the dims of arrays, and rules split them over a mesh. Three places
-know more of the mesh: `GPT.embed` says how activations are split, `GPT.hidden` runs the
-layers as a pipeline where there are stages, and `MLP` leaves sequences as they are where
+know more about the mesh: `GPT.embed` says how activations are split, `GPT.hidden` runs the
+layers as a pipeline if there are stages, and `MLP` leaves sequences as they are if
 `context` splits them. Attention and experts come from eqxshard, and look at the mesh
 themselves.
 """
@@ -26,7 +26,7 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, and which of the usual parts it is made of."""
+    """The sizes of a model, and the kinds of its parts."""
 
     layers: int
     heads: int
@@ -132,7 +132,7 @@ class Norm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    # Each head of keys and values with the queries that use it: one product makes all.
+    # For each head of keys and values: the queries that use it, the key and the value.
     qkv: Float[Array, "kv_heads queries_key_value head_dim embed"]
     qkv_bias: Float[Array, "kv_heads queries_key_value head_dim"] | None
     out: Float[Array, "embed heads head_dim"]
@@ -179,7 +179,7 @@ class Attention(eqx.Module):
 
 
 class MLP(eqx.Module):
-    # With SwiGLU two halves: the gate, and what it lets through.
+    # With SwiGLU, two halves: the gate, and the values that it scales.
     up: Float[Array, "halves mlp embed"]
     up_bias: Float[Array, "halves mlp"] | None
     down: Float[Array, "embed mlp"]
@@ -197,7 +197,7 @@ class MLP(eqx.Module):
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         if size_of_axis("context") > 1:
             return self.apply(x)
-        # As one dim of rows, compilers for CPUs multiply the gradients of weights faster.
+        # With a single dim of rows, the weights' gradients are faster on CPUs.
         return self.apply(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     def apply(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
@@ -225,7 +225,7 @@ class Experts(eqx.Module):
         self.top_k = shape.top_k
 
     def __call__(self, x):
-        """Also returns how unevenly the experts are used, for the loss."""
+        """Also returns the balance loss, which is larger if experts are used unevenly."""
         scores = jnp.einsum("xe,...se->...sx", self.router, x)
         mixed = eqxshard.parallel.mixture_of_experts(self.experts, x, scores, k=self.top_k)
         return mixed.output, mixed.balance_loss
@@ -330,7 +330,7 @@ class GPT(eqx.Module):
         x, balance = self.hidden(tokens, positions, segments, key)
         norm, out = self.head
         losses = nn.cross_entropy(norm(x), out, targets)
-        count = jnp.maximum(jnp.sum(targets >= 0, -1), 1)  # -1 is no target.
+        count = jnp.maximum(jnp.sum(targets >= 0, -1), 1)  # -1: no target.
         return jnp.sum(losses, -1) / count + 0.01 * balance
 
     def logits(
@@ -341,7 +341,7 @@ class GPT(eqx.Module):
         return jnp.einsum("bse,ve->bsv", norm(x), out)
 
     def decode(self, tokens: Int[Array, "batch seq"], cache: KVCache):
-        """The logits after the last of some tokens, and the cache with these added."""
+        """The logits after the last token, and the cache with all tokens added."""
         positions = count_up(tokens) + cache.length[0]  # The same in all layers.
 
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
@@ -358,14 +358,14 @@ class GPT(eqx.Module):
 
 
 def flops_per_token(shape: Shape) -> float:
-    """The operations of training on a token; of experts, those that it goes through."""
-    # The key inside, so that no device is started for it.
+    """Floating-point operations of training on a token, with the experts that it uses."""
+    # The key is made inside, so that JAX starts no device for it.
     model = eqx.filter_eval_shape(lambda: GPT(jax.random.key(0), shape))
 
     def count(tree):
         return sum(getattr(x, "size", 0) for x in jax.tree.leaves(tree))
 
-    # Not tables of the input, which multiply nothing.
+    # Without the input's tables, which are looked up and not multiplied.
     parameters = count((model.blocks, model.head))
     if shape.experts:
         idle = 1 - shape.top_k / shape.experts
@@ -389,7 +389,7 @@ def count_up(tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 
 
 def split_key(key: Key[Array, ""] | None, x: Array):
-    """Two keys for each example, the same as if a pipeline gave it a key of its own."""
+    """Two keys for each example, the same ones as in a pipeline, which splits the key."""
     if key is None:
         return None, None
     if x.ndim == 2:

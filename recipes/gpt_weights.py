@@ -1,11 +1,11 @@
-"""GPT-2 and Llama in the folders of Hugging Face: their shapes, and their weights.
+"""GPT-2 and Llama in Hugging Face's format: reads and writes shapes and weights.
 
     shape = gpt_weights.shape_of(folder)
     load = functools.partial(gpt_weights.load, folder)
     state = eqxshard.init_state(lambda key: GPT(key, shape), ..., load=load)
     gpt_weights.save("exported", state.model)
 
-`transformers` reads what is saved, and need not be installed.
+`transformers` reads the saved folders. It need not be installed.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ SIZES = [
     ("epsilon", "layer_norm_epsilon", "rms_norm_eps"),
 ]
 #: The path of an array, and its name in the files of GPT-2 and of Llama, with a star for
-#: the number of a layer; in all of them without ".weight" or ".bias".
+#: the number of the layer, and without the ".weight" or ".bias" at the end.
 NAMES = [
     ("embedding", "wte", "embed_tokens"),
     ("position", "wpe", None),
@@ -57,14 +57,14 @@ NAMES = [
 class Family(NamedTuple):
     model_type: str
     architecture: str
-    #: What precedes the names of arrays in a model with a head.
+    #: The beginning of arrays' names in a model with a head.
     prefix: str
-    #: What is the same in all of these models.
+    #: The fields of `Shape` that are the same in all of these models.
     parts: dict[str, Any]
-    #: The entries of config.json that change what is computed, with the values that are
-    #: computed here; the first one is meant where there is no such entry.
+    #: Entries of config.json that change the computation, with the values that are
+    #: supported here. The first value is the default.
     options: dict[str, tuple[Any, ...]]
-    #: Other entries that may be missing.
+    #: The defaults of other entries.
     defaults: dict[str, Any]
     sizes: dict[str, str]
     names: dict[str, str]
@@ -117,7 +117,7 @@ def shape_of(folder: Folder) -> Shape:
         return _shape(config)
     except FileNotFoundError:
         raise eqxshard.UsageError(
-            f"{file} does not exist; give the folder of a GPT-2 or Llama by Hugging Face."
+            f"{file} does not exist; give the folder of a Hugging Face GPT-2 or Llama."
         ) from None
     except (ValueError, TypeError) as error:
         sentence = f"{file} cannot be used: {str(error).rstrip('.')}."
@@ -139,7 +139,7 @@ def _shape(config: dict[str, Any]) -> Shape:
     for name, values in family.options.items():
         if config.get(name, values[0]) not in values:
             known = " or ".join(map(repr, values))
-            raise ValueError(f"{name}={config[name]!r}, and only {known} is computed here")
+            raise ValueError(f"{name}={config[name]!r}, and only {known} is supported here")
     types = get_type_hints(Shape)
     sizes = {
         ours: _entry(config, theirs, types[ours]) for ours, theirs in family.sizes.items()
@@ -148,7 +148,7 @@ def _shape(config: dict[str, Any]) -> Shape:
     if config.get("head_dim", shape.head_dim) != shape.head_dim:
         raise ValueError(
             f"head_dim={config['head_dim']}, and only {shape.embed} features / "
-            f"{shape.heads} heads is computed here"
+            f"{shape.heads} heads is supported here"
         )
     if kind == "gpt2" or config["rope_type"] == "default":
         return shape
@@ -167,9 +167,9 @@ def _entry(config: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def load(folder: Folder, like: GPT) -> GPT:
-    """The weights of a folder, each device only its part, in the dtypes of `like`."""
+    """Load a folder's weights, on each device only its part, in the dtypes of `like`."""
     theirs, ours = shape_of(folder), like.shape
-    if ours.seq_len <= theirs.seq_len:  # It may be for shorter texts.
+    if ours.seq_len <= theirs.seq_len:  # Sequences may be shorter.
         theirs = dataclasses.replace(theirs, seq_len=ours.seq_len)
     theirs = dataclasses.replace(theirs, dropout=ours.dropout, top_k=ours.top_k)
     for field in dataclasses.fields(Shape):
@@ -177,7 +177,7 @@ def load(folder: Folder, like: GPT) -> GPT:
         if here != there:
             raise eqxshard.UsageError(
                 f"{os.fspath(folder)} has a model of {field.name}={there!r}, and this one "
-                f"has {here!r}; make it of the shape that shape_of returns."
+                f"has {here!r}; make it with the shape that shape_of returns."
             )
     family = family_of(ours)
     inward, _ = layouts(ours)
@@ -213,7 +213,7 @@ def save(folder: Folder, model: GPT) -> None:
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": str(model.embedding.dtype),
-        # Of the tokenizer's; transformers has numbers of its own for what is missing.
+        # The tokenizer knows these; without the entries, transformers assumes numbers.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -227,15 +227,15 @@ def save(folder: Folder, model: GPT) -> None:
 
 
 def family_of(shape: Shape) -> Family:
-    """The family of a model, if it is one of theirs in all respects."""
+    """The family of a model; an error if any part of the model differs from it."""
     family = GPT2 if shape.positions == "learned" else LLAMA
     wanted = family.parts | {"experts": 0}
     wanted |= {"kv_heads": shape.heads} if family is GPT2 else {}
     for name, value in wanted.items():
         if (ours := getattr(shape, name)) != value:
             raise eqxshard.UsageError(
-                f"this model has {name}={ours!r}, and {family.architecture} of Hugging "
-                f"Face {value!r}; write it with eqxshard.save_weights."
+                f"this model has {name}={ours!r}, and Hugging Face's "
+                f"{family.architecture} has {value!r}; write it with eqxshard.save_weights."
             )
     return family
 
@@ -254,7 +254,7 @@ Layouts = dict[str, Callable[[Any], Any]]
 
 
 def layouts(shape: Shape) -> tuple[Layouts, Layouts]:
-    """How arrays of one layer become ours, as views of the file, and how theirs."""
+    """Functions from the file's arrays of one layer to ours, as views, and back."""
     embed, dim, kv_heads = shape.embed, shape.head_dim, shape.kv_heads
     if family_of(shape) is LLAMA:
         return {
@@ -270,7 +270,7 @@ def layouts(shape: Shape) -> tuple[Layouts, Layouts]:
             "blocks.attention.out": lambda x: x.reshape(embed, -1),
             "blocks.mlp.up": list,
         }
-    # Matrices are (in, out), and the queries of all heads come before the keys of all.
+    # GPT-2's matrices are (in, out), and the queries of all heads come before all keys.
     return {
         "blocks.attention.qkv": lambda x: x.T.reshape(3, -1, dim, embed).swapaxes(0, 1),
         "blocks.attention.qkv_bias": lambda x: x.reshape(3, -1, dim).swapaxes(0, 1),

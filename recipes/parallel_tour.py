@@ -25,7 +25,7 @@ from eqxshard.sharding import describe_mesh
 
 
 class Classifier(eqx.Module):
-    # The annotations name the dims: by_dim splits mlp, first columns, then rows.
+    # The annotations name the dims: by_dim splits mlp in both layers.
     hidden: Annotated[nn.Linear, "mlp pixels"]
     dropout: nn.Dropout
     logits: Annotated[nn.Linear, "classes mlp"]
@@ -51,7 +51,7 @@ REPLICATE = eqxshard.replicate()
 ZERO1 = eqxshard.zero1(min_size=2**10)
 FSDP = eqxshard.fsdp(min_size=2**10)
 TENSOR = eqxshard.by_dim({"mlp": "tensor"})
-STRATEGIES = {  # A mesh and a rule.
+STRATEGIES = {  # The mesh and the rule of each.
     "data parallel": ("data=-1", REPLICATE),
     "ZeRO-1": ("data=-1", ZERO1),
     "FSDP (ZeRO-3)": ("fsdp=-1", FSDP),

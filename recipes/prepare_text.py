@@ -14,16 +14,16 @@ from tokenizers import Tokenizer
 
 import eqxshard
 
-#: What published tokenizers call the token between documents.
+#: The names that published tokenizers have for the token between documents.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 @dataclass(frozen=True)
 class Args:
-    """Encode text into token files, of which gpt.py takes the folder as --data."""
+    """Encode text into a folder of token files, for --data of gpt.py."""
 
     inputs: tyro.conf.Positional[tuple[Path, ...]]
-    """Files: .jsonl, with a document in the entry "text" of each line, or one of text."""
+    """Text files, or .jsonl files with a document in the entry "text" of each line."""
     tokenizer: Path
     """The tokenizer.json of a Hugging Face model."""
     output: Path = Path("prepared")
@@ -35,7 +35,7 @@ def read(path):
     place = str(path)
     try:
         with path.open("rb") as file:
-            # Bytes, since text files would lose what ends their lines.
+            # Read as bytes, because text mode would change the ends of lines.
             if path.suffix.lower() != ".jsonl":
                 yield file.read().decode("utf-8-sig")
                 return
@@ -62,7 +62,7 @@ def main(args: Args) -> str:
             f"there is a {args.output}; delete it, or give another --output."
         )
     output = args.output.absolute()
-    # On the disk of the output.
+    # Work in a folder on the same disk as the output.
     existing = next(path for path in output.parents if path.exists())
     if not existing.is_dir():
         raise eqxshard.UsageError(f"{existing} is not a folder; give another --output.")
@@ -70,14 +70,14 @@ def main(args: Args) -> str:
         tokenizer = Tokenizer.from_file(str(args.tokenizer))
     except Exception as error:  # The package raises no narrower class.
         raise eqxshard.UsageError(
-            f"{args.tokenizer} is not a tokenizer of Hugging Face ({error}); give another "
+            f"{args.tokenizer} is not a Hugging Face tokenizer ({error}); give another "
             "--tokenizer."
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # What looks like a special token is text.
+    tokenizer.encode_special_tokens = True  # "</s>" in a document is plain text.
     ids = tokenizer.get_vocab()
-    vocab_size = 1 + max(ids.values())  # There may be gaps.
+    vocab_size = 1 + max(ids.values())  # The ids may have gaps.
     end = [ids[name] for name in ENDS if name in ids][:1]
     documents = chain.from_iterable(map(read, args.inputs))
     dtype = np.min_scalar_type(vocab_size - 1)
@@ -100,7 +100,7 @@ def main(args: Args) -> str:
         sizes = {"tokens": sum(lengths), "documents": len(lengths)}
         sizes["vocab_size"] = vocab_size
         (folder / "prepared.json").write_text(json.dumps(sizes))
-        # Last: what fails before leaves nothing.
+        # Renamed last, so that a failure leaves nothing behind.
         output.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(output)
     return f"{args.output}: {sum(lengths):,} tokens of {len(lengths):,} documents"

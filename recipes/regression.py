@@ -1,4 +1,4 @@
-"""Fit a sine with an MLP: Equinox's own example of parallelism, on whatever devices."""
+"""Fit a sine with an MLP: Equinox's own example of parallelism, on any devices."""
 
 from dataclasses import dataclass
 
@@ -33,12 +33,12 @@ class Args:
     """Fit the sine of each of four numbers, data parallel.
 
     The model and data are those of https://docs.kidger.site/equinox/examples/parallelism,
-    with more steps and examples, and others to evaluate on.
+    with more steps, more examples and an evaluation.
     """
 
     run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64)
     learning_rate: float = 3e-3
-    """Adam's."""
+    """Adam's learning rate."""
 
 
 def main(args: Args) -> str:

@@ -46,7 +46,7 @@ def by_hand(arrays, **options):
 
 
 def assert_close(results, expected, tolerance=1e-5):
-    """Relative to the largest element of an array, or to 1."""
+    """Compare, relative to an array's largest element or to 1."""
     for name, result, array in zip(("out", "dq", "dk", "dv"), results, expected):
         result, array = np.asarray(result, np.float64), np.asarray(array, np.float64)
         atol = tolerance * max(np.abs(array).max(), 1)

@@ -38,13 +38,13 @@ def browser(tmp_path_factory):
 
 
 def resize(browser, width):
-    """Give the page a width. Windows have a least one; what is emulated has none."""
+    """Give the page a width. Real windows have a minimum width; emulated ones do not."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def open_page(browser, file, width):
-    """Show a file in a window of this width, which it fits."""
+    """Show a file in a window of this width, and check that it fits."""
     resize(browser, width)
     browser.get(file.as_uri())
     assert browser.execute_script("return innerWidth") == width

@@ -27,7 +27,7 @@ def metric_fn(model, batch):
 
 
 def main() -> None:
-    """Report what each of two good batches and one bad one is, to a file per process."""
+    """Evaluate two good batches and a bad one; write the results to a file per process."""
     eqxshard.initialize()
     mesh = eqxshard.make_mesh()
     make = lambda key: eqx.nn.Linear(2, 2, key=key)  # noqa: E731

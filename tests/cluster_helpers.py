@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def train_alone(folder: Path) -> dict[int, dict[str, float]]:
-    """What one process reports, with two devices."""
+    """The reports of one process with two devices."""
     command = ["recipes/fashion_mnist.py", *TRAINING, f"--output={folder}"]
     settings = {**os.environ, **SETTINGS, "JAX_NUM_CPU_DEVICES": "2"}
     subprocess.run([sys.executable, *command], cwd=ROOT, env=settings, check=True)
@@ -34,7 +34,7 @@ def train_alone(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def reports(run: Path) -> dict[int, dict[str, float]]:
-    """The loss and the metrics by step; of a step that ran again, the last."""
+    """The loss and the metrics by step; for a step that ran again, the last ones."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("train/loss", "eval/loss", "eval/accuracy")
     return {line["step"]: {k: line[k] for k in names if k in line} for line in lines}
@@ -43,7 +43,7 @@ def reports(run: Path) -> dict[int, dict[str, float]]:
 def assert_same(
     found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]
 ) -> None:
-    """Equal but for how sums over devices are rounded."""
+    """Equal up to the rounding of sums over devices."""
     assert found.keys() == expected.keys()
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-5)

@@ -56,7 +56,7 @@ def loss_fn(model, batch, key):
 
 
 def examples_of(line: dict[str, Any], count: int) -> list[int]:
-    """Which examples were in a batch of `count`, by the line of the log on it."""
+    """The examples in a batch of `count`, from its line in the log."""
     found = []
     for n in range(EXAMPLES // GROUP):
         bits = int(count * line[f"train/index_{n}"])

@@ -1,4 +1,4 @@
-"""Models of Equinox's layers, and which of a step's collectives send activations.
+"""Models of Equinox's layers, and the collectives of a step that send activations.
 
 Rows, sequences and images have sizes that 7 divides, and no array of a model has: so an
 array that has such a dim is made of activations.
@@ -18,7 +18,7 @@ ROWS, SEQ, WIDTH, VOCAB = 16, 7, 64, 512
 
 
 class Language(eqx.Module):
-    """Its table also makes the logits if it is tied."""
+    """A language model; a tied table also makes the logits."""
 
     embed: nn.Embedding
     layer: nn.Linear

@@ -43,10 +43,10 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config):
-    """What several tests compile is compiled once.
+    """Compile programs of several tests once, by JAX's cache.
 
-    Not so in other processes, which tests kill: JAX does not write an entry of its cache in
-    one piece. And JAX cannot read what it compiled for GPUs that are not there.
+    Other processes have no cache, because tests kill them, and JAX does not write an entry
+    in one piece. Nor can JAX read programs that it compiled for GPUs that are not there.
     """
     if not config.option.markexpr.startswith("gpu"):
         jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
@@ -59,20 +59,20 @@ def pytest_unconfigure():
 
 @pytest.fixture
 def unannotated(monkeypatch):
-    """As outside of tests, where annotations refuse nothing."""
+    """Without type checks, as outside of tests."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
 def as_scripts_run():
-    """Under JAX's own rules for types and ranks: optax mixes types, recipes add biases."""
+    """Use JAX's own rules for types and ranks: optax mixes types, recipes add biases."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """As if cuDNN were installed, which JAX asks for before it compiles for it."""
+    """Pretend that cuDNN is installed, which JAX checks before it compiles for it."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
 

@@ -1,4 +1,4 @@
-"""Two processes restore a checkpoint of which one finds its own part damaged."""
+"""Two processes restore a checkpoint, and one of them finds its part damaged."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A run that a test kills, on each kind of data, and that notes which examples it reads.
+"""A run that a test kills, on each kind of data; it records the examples that it reads.
 
 `python tests/data_run.py FOLDER --way mix` trains from the newest checkpoint, if there is
 one; `--kill 10` has the last process kill itself after ten steps. With `--forked`, a run of
@@ -27,7 +27,7 @@ import eqxshard
 
 #: In batches of 8, seven make an epoch of arrays, and the last one is padded.
 EXAMPLES, BATCH, STEPS, SAVE_EVERY = 50, 8, 16, 4
-#: Of which every process packs its own.
+#: Documents, of which every process packs its own, and the length of a row.
 DOCUMENTS, LENGTH = 600, 8
 
 
@@ -51,7 +51,7 @@ def _augmented(example: dict[str, Any], rng: np.random.Generator) -> dict[str, A
 def mixed() -> grain.MapDataset:
     """Two sources, three of the first for one of the second, and random augmentation.
 
-    They are as long as their weights; the second's examples are numbered from 1000 on.
+    Their lengths are as their weights; the second's examples are numbered from 1000 on.
     """
     mix = grain.MapDataset.mix([_records(0, 39), _records(1000, 13)], weights=[0.75, 0.25])
     return mix.seed(3).random_map(_augmented)
@@ -73,7 +73,7 @@ def packed(process: int, processes: int, rows: int) -> grain.IterDataset:
 
 
 class Uneven:
-    """As many batches as it is told, the last of which may be an error."""
+    """A given number of batches; the last one may be an error."""
 
     def __init__(self, count: int, rows: int, error: Exception | None = None):
         self.count, self.rows, self.error = count, rows, error
@@ -117,13 +117,13 @@ def make_model(key: jax.Array) -> eqx.Module:
 
 
 def loss_fn(model: Any, batch: Any, key: jax.Array) -> jax.Array:
-    """Of images and of packed tokens."""
+    """Losses of images, or of packed tokens."""
     x = batch["x"] if "x" in batch else batch["tokens"].astype(np.float32) / DOCUMENTS
     return ((jax.vmap(model)(x) - 1) ** 2).mean(-1)
 
 
 class Noting:
-    """A step that notes the examples it gets, and at one step has this process killed.
+    """A step that records its examples, and at one step kills the last process.
 
     Each line of the file has a step, and the numbers of the examples, by the first row of
     each part of the batch that is on this process's devices.
@@ -135,7 +135,7 @@ class Noting:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         if self.taken == self.kill:
-            # Which checkpoint is the newest is no matter of chance.
+            # Saves end first, so that chance does not decide which checkpoint is newest.
             self.wait()
             eqxshard.distributed.barrier("the kill")
             if jax.process_index() == jax.process_count() - 1:
@@ -159,7 +159,7 @@ def read_in(folder: Path) -> list[Any]:
     steps: dict[int, dict[int, Any]] = {}
     files = sorted(folder.glob("read-*.jsonl"))
     for first, some in itertools.groupby(files, lambda file: int(file.name.split("-")[1])):
-        # What a run that was killed had read after its checkpoint is read again.
+        # Examples that a killed run had read after its checkpoint are read again.
         steps = {step: parts for step, parts in steps.items() if step < first}
         lines = itertools.chain(*(file.read_text().splitlines() for file in some))
         for step, parts in map(json.loads, lines):

@@ -35,7 +35,7 @@ class Block(eqx.Module):
         self.scale, self.typed = jnp.ones(EMBED), typed
 
     def __call__(self, x):
-        # A product over heads, or over the hidden dim, is over what tensor may split.
+        # Products over heads, or over the hidden dim, are over dims that tensor may split.
         typed: Any = (
             {"out_sharding": P(jax.typeof(x).sharding.spec[0])} if self.typed else {}
         )

@@ -1,4 +1,4 @@
-"""Two processes save a step, of which one cannot write; then they save it again."""
+"""Two processes save a step, but one cannot write; then they save it again."""
 
 import resource
 import sys
@@ -31,7 +31,7 @@ def main() -> None:
         step, key = rest()
         return eqxshard.TrainState(step=step, model=make(), opt_state=(), key=key)
 
-    # A batch for each array; that of process 0 takes a minute.
+    # Each array is a batch of its own; those of process 0 take a minute.
     _arrays._BATCH_BYTES = 1
     _arrays._MOST_BATCHES = 10**6
     take, taken = _arrays._take, []

@@ -1,4 +1,4 @@
-"""The emulator of Google's store, with a header that the store sends and it does not."""
+"""The emulator of Google's store, with a header that only the real store sends."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ _download = objects.download
 
 
 def download(request, response, storage, *args, **kwargs):
-    """Say which generation of an object this is, as TensorStore's databases need it."""
+    """Send the generation of an object, which TensorStore's databases need."""
     bucket, name = request.params["bucket_name"], request.params["object_id"]
     with contextlib.suppress(NotFound):
         generation = storage.get_file_obj(bucket, name)["generation"]

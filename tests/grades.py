@@ -1,4 +1,4 @@
-"""How long the cases of a test take: quick, `slow`, or, one more of many, `thorough`."""
+"""Marks cases of tests: quick, `slow`, or, for one more of many, `thorough`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 def graded(
     cases: Iterable[Any], quick: Collection[Any] = (), slow: Collection[Any] = ()
 ) -> list[Any]:
-    """Parameters of a test, marked; what is in neither collection is `thorough`."""
+    """Mark the parameters of a test; those in neither collection are `thorough`."""
 
     def marked(case: Any) -> Any:
         marks = [] if case in quick else [mark(case)]
@@ -23,6 +23,6 @@ def graded(
 
 
 def on_versions(cases: Iterable[Any], some: Collection[Any]) -> list[Any]:
-    """Parameters of a test, of which some are also tried on other versions of JAX."""
+    """Mark the parameters of a test that are also tried on other versions of JAX."""
     marks = {True: [pytest.mark.versions], False: []}
     return [pytest.param(case, marks=marks[case in some]) for case in cases]

@@ -1,4 +1,4 @@
-"""What several test files train: tiny models, made-up batches, strict-proof optimizers."""
+"""Shared by many tests: tiny models, made-up batches, optimizers under strict types."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ REAL = os.environ.get("EQXSHARD_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
     not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
 )
-#: For what one release of JAX that we support cannot do.
+#: Marks tests of features that JAX 0.10.1 lacks.
 needs_new_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 10, 2), reason="it needs JAX 0.10.2 or newer"
 )
@@ -154,7 +154,7 @@ def part(array):
 
 
 def assert_equal(tree, other):
-    """Bit for bit."""
+    """Equal bit for bit."""
     ours, theirs = arrays(tree), arrays(other)
     assert ours.keys() == theirs.keys()
     for path, array in ours.items():
@@ -162,7 +162,7 @@ def assert_equal(tree, other):
 
 
 def assert_close(tree, other, rtol=2e-5, atol=2e-6):
-    """To rounding in float32."""
+    """Equal up to rounding in float32."""
     ours, theirs = arrays(tree), arrays(other)
     assert ours.keys() == theirs.keys()
     for path, array in ours.items():
@@ -204,7 +204,7 @@ def compiled_by_jit(monkeypatch):
 
 @contextlib.contextmanager
 def compiles(name):
-    """Collects what JAX traces and compiles of functions with this name."""
+    """Collects JAX's traces and compiles of functions with this name."""
     events = []
 
     def listen(event: str, duration_secs: float, **what: str | int) -> None:

@@ -28,7 +28,7 @@ class HostilePickle:
 
     **Arguments:**
 
-    - `folder`: of the file that it leaves.
+    - `folder`: the folder of that file.
     """
 
     def __init__(self, folder: Path):
@@ -36,7 +36,7 @@ class HostilePickle:
         self.content = pickle.dumps(_Call(self._trace))
 
     def has_run(self) -> bool:
-        """Whether something has unpickled it."""
+        """True if something has unpickled it."""
         return self._trace.exists()
 
 

@@ -1,6 +1,6 @@
 """Kills training runs at random instants, and has them go on, until they end.
 
-`python tests/kill_runs.py --runs 200` prints what came of it; it fails if a run does not
+`python tests/kill_runs.py --runs 200` prints the results; it fails if a run does not
 end as one that was never killed. A run is a child process, forked from this one before it
 has touched a device, so that it starts in a moment.
 """
@@ -111,7 +111,7 @@ def finish(folder: Path) -> float:
 
 
 def check_same(folder: Path, whole: Path) -> None:
-    """Fail unless a run ended as another one, bit for bit, with the same log."""
+    """Fail unless a run ended like another one, bit for bit, with the same log."""
     ours, theirs = (np.load(one / "end.npz") for one in (folder, whole))
     for name in theirs.files:
         np.testing.assert_array_equal(ours[name], theirs[name])
@@ -132,7 +132,7 @@ def main() -> None:
     whole = root / "whole"
     whole.mkdir()
     finish(whole)
-    # Again, now that all is compiled: how long there is to kill.
+    # Once more, now that all is compiled, to learn how long a run lasts.
     shutil.copytree(whole, root / "again")
     shutil.rmtree(root / "again" / "checkpoints")
     seconds = finish(root / "again")

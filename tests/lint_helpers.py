@@ -46,7 +46,7 @@ def make_state(
     precision=None,
     **sizes: Any,
 ):
-    """Without arrays."""
+    """An abstract state."""
     return eqxshard.abstract_state(
         make_model, optim, key=KEY, mesh=make_mesh(**sizes), rule=rule, precision=precision
     )
@@ -63,7 +63,7 @@ def lint(
     nonfinite: Any = "skip",
     **sizes: Any,
 ):
-    """What is found in a step that is not run."""
+    """The findings in a step, without running it."""
     state = make_state(make_model, rule, optim=optim, precision=precision, **sizes)
     step = eqxshard.make_train_step(loss_fn, optim, nonfinite=nonfinite)
     return eqxshard.lint(step, state, batch)

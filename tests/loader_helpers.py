@@ -66,7 +66,7 @@ def flat(lists):
 
 
 def loader_threads():
-    """Grain's, and those of streams."""
+    """The threads of Grain, and of streams."""
     names = ("grain", "eqxshard-batches")
     return [t for t in threading.enumerate() if t.name.startswith(names)]
 

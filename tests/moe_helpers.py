@@ -1,4 +1,4 @@
-"""Experts, and what they compute: by `mixture_of_experts`, and by a loop of routes."""
+"""Experts, and their results: by `mixture_of_experts`, and by a loop of routes."""
 
 import collections
 import functools as ft
@@ -24,7 +24,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "expert=8": dict(data=1, expert=8),
     "data=2,expert=4": dict(data=2, expert=4),
 }
-#: Those of the tests that give a whole batch.
+#: The meshes of tests that give a whole batch.
 BATCH_MESHES: dict[str, dict[str, Any]] = {
     "data=2,fsdp=2": dict(data=2, fsdp=2),
     "fsdp=2,expert=4": dict(data=1, fsdp=2, expert=4),
@@ -156,7 +156,7 @@ def forward(experts, x, logits, k, capacity):
 
 
 def forward_batch(experts, x, logits, k, capacity):
-    """As `forward`, from the whole batch."""
+    """Like `forward`, for the whole batch."""
     experts = eqx.combine(experts, STATIC)
     return mixture_of_experts(experts, x, logits, k=k, capacity=capacity)
 
@@ -172,7 +172,7 @@ def backward(*args, k, capacity, forward=forward):
 
 @ft.cache
 def compiled_on(mesh, k, capacity, experts=EXPERTS, fn=backward):
-    """As `on_mesh`, once for all tests."""
+    """Like `on_mesh`, but compiled once for all tests."""
     args = (make_arrays(experts), *make_inputs(experts))
     return on_mesh(make_mesh(mesh), ft.partial(fn, k=k, capacity=capacity), *args)
 
@@ -188,7 +188,7 @@ def batch_on(name, case):
 
 
 def assert_close(ours, theirs, tolerance=1e-6):
-    """Relative to the largest element of an array, or to 1."""
+    """Compare, relative to an array's largest element or to 1."""
     ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
     for one, other in zip(ours, theirs, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)

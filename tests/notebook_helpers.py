@@ -1,6 +1,6 @@
 """Runs the notebooks of the site.
 
-`python tests/notebook_helpers.py` stores what they show.
+`python tests/notebook_helpers.py` stores their outputs.
 """
 
 import re
@@ -36,12 +36,12 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def varies(cell: Any) -> bool:
-    """Whether a cell shows what another machine, or another JAX, may show otherwise."""
+    """True if a cell's output may differ on another machine, or another version of JAX."""
     return "varies" in cell.metadata.get("tags", [])
 
 
 def tidy(output: Any) -> Any:
-    """An output as readers see it, without how fast a machine is."""
+    """An output as readers see it, without the speed of the machine."""
     data = output.get("data", {})
     if "text/html" in data:
         data.pop("text/plain", None)  # Nobody sees it, and it may have addresses.
@@ -50,7 +50,7 @@ def tidy(output: Any) -> Any:
 
 
 def join_streams(outputs: list[Any]) -> list[Any]:
-    """Outputs with text that follows text joined.
+    """Join the text of outputs that follow each other.
 
     A kernel sends a printed line in two pieces if its timer rings in between.
     """

@@ -40,14 +40,14 @@ def losses_of(batches: list[Any], mesh) -> list[float]:
 
 
 def batches_on(mesh) -> list[Any]:
-    """The same rows of NumPy, uncommitted, and of a loader."""
+    """The same rows as NumPy arrays, as uncommitted arrays, and from a loader."""
     source = eqxshard.data.ArraySource({"x": X})
     loader = eqxshard.Loader(source, batch_size=32, mesh=mesh, shuffle=False)
     return [{"x": X}, {"x": jnp.asarray(X)}, next(iter(loader))]
 
 
 def main() -> None:
-    """Writes the losses, and what is said of batches of each process's own."""
+    """Write the losses, and the error if each process gives a batch of its own."""
     eqxshard.initialize()
     mesh, number = eqxshard.make_mesh(fsdp=-1), jax.process_index()
     found: dict[str, Any] = {"losses": losses_of(batches_on(mesh), mesh)}

@@ -23,7 +23,7 @@ def mesh_of(**sizes) -> Mesh:
 
 
 def placed(tree: Any, mesh: Mesh, spec) -> Any:
-    """The shapes of a tree, each with a sharding: `spec`, or what it says of the path."""
+    """The shapes of a tree, each with a sharding: `spec`, or its value for the path."""
 
     def place(path, x):
         name = jax.tree_util.keystr(path)
@@ -270,7 +270,7 @@ STEPS = {
     for make in (nnx_mlp, fsdp_by_hand, shard_map_pipeline, optax_mnist, easy_lm)
 }
 
-#: What each sends along which axes, on any backend.
+#: The collectives of each step along each axis, on any backend.
 SENT = {
     "nnx_mlp": {("data", "all-reduce")},
     "shard_map_pipeline": {("pipe", "collective-permute"), ("replica", "all-reduce")},

@@ -26,7 +26,7 @@ RULE = eqxshard.first_match(
 
 
 class Layer(eqx.Module):
-    """Hard for a pipeline: not defined at zero, dropout, arrays of integers."""
+    """A hard layer for pipelines: not defined at zero, dropout, arrays of integers."""
 
     linear: eqx.nn.Linear
     dropout: eqx.nn.Dropout
@@ -178,5 +178,5 @@ def relative(tree, other):
 
 
 def trace(fn, **sizes):
-    """Mistakes are found before anything is compiled."""
+    """Trace a function on a mesh, which finds mistakes before anything is compiled."""
     return jax.eval_shape(on(make_mesh(**sizes), fn))

@@ -1,4 +1,4 @@
-"""What tests of plans plan."""
+"""Plans for tests, made by hand."""
 
 import jax
 import jax.numpy as jnp

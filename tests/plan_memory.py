@@ -1,4 +1,4 @@
-"""Measures the memory that steps on simulated CPU devices take, and what a plan says.
+"""Measures the memory that steps on simulated CPU devices take, and compares plans.
 
 Each case is trained in a process of its own. All devices are in that process, so its memory
 is theirs together.
@@ -34,7 +34,7 @@ SHAPE = Shape(
     layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, seq_len=128, vocab_size=8192
 )
 OPTIM = optax.adamw(1e-3)
-#: What is freed goes back to the system at once, so that it does not count.
+#: Freed memory goes back to the system at once, so that it does not count.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -62,7 +62,7 @@ def texts(rows):
 
 
 class Case(NamedTuple):
-    """What is trained, and how.
+    """A model, and how it is trained.
 
     - `below`, `above`: how far the plan may be off on either side, as parts.
     """
@@ -95,21 +95,21 @@ LENET = (partial(fashion_mnist.ConvNet, hidden=1024), fashion_mnist.loss_fn)
 DOTS = (partial(GPT, shape=SHAPE, remat="dots"), gpt.loss_fn, texts(16))
 
 CASES = {
-    # The library that XLA uses for products copies what it takes into an order of its own.
+    # The library that XLA uses for products copies its operands into a layout of its own.
     # XLA does not count these copies, which here are many.
     "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, below=0.13),
     "MLP, zero1, accumulate": Case(*MLP, {"data": 8}, ZERO1, accumulate=2),
-    # XLA does not count what convolutions copy, so a plan says too little by so much.
+    # XLA does not count the copies of convolutions, so a plan is too low by this much.
     "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, below=0.65),
     "GPT, context, ring attention": Case(*DOTS, {"data": 2, "context": 2}, RULE),
 }
 
 
 class Measured(NamedTuple):
-    """In bytes, of all devices: what a plan says, and by what the process grew.
+    """Bytes on all devices: those of a plan, and the growth of the process.
 
-    - `state`: of the state and the batch.
-    - `planned`, `grown`: at the peak.
+    - `state`: the bytes of the state and the batch.
+    - `planned`, `grown`: the bytes at the peak.
     """
 
     state: int
@@ -121,7 +121,7 @@ class Measured(NamedTuple):
         return self.planned / self.grown - 1
 
     def is_near(self, case: Case) -> bool:
-        """Whether the plan is off by no more than it may."""
+        """True if the plan is close enough."""
         return -case.below <= self.error <= case.above
 
 

@@ -1,4 +1,4 @@
-"""Plans of the recipes, for eight devices, and what theory says of them."""
+"""Plans of the recipes for eight devices, compared with theory."""
 
 import math
 import runpy
@@ -76,7 +76,7 @@ def plan_recipe(name: str, backend: Compiler) -> tuple[Plan, int]:
 
 
 def check_recipe(name: str, backend: Compiler) -> Plan:
-    """Its state to the byte, and what goes along each axis; return its plan."""
+    """Check a recipe's state to the byte, and its communication; return its plan."""
     plan, state = plan_recipe(name, backend)
     print(plan)
     memory = plan.memory

@@ -1,4 +1,4 @@
-"""What the language model recipe has to send, counted by hand."""
+"""The bytes that the language model recipe has to send, counted by hand."""
 
 from functools import partial
 from typing import Any
@@ -101,9 +101,9 @@ def theory(
 
     # Parameters: the layers twice, forward and again backward.
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
-    # Gradients. That of the input's table is summed whole, of which XLA makes a
-    # reduce-scatter over fsdp alone, and on GPUs beside data: before JAX 0.12 only where
-    # tensor does not split the table.
+    # Gradients. That of the input's table is summed whole. XLA makes a reduce-scatter of
+    # the sum if it is over fsdp alone. Beside data it does so on GPUs only, and before JAX
+    # 0.12 only if tensor does not split the table.
     batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
     is_scattered = backend == "gpu" and (tensor == 1 or jax.__version_info__ >= (0, 12))
     is_whole = len(batch) > 1 and not is_scattered
@@ -114,7 +114,7 @@ def theory(
     add("data", "all-reduce", 2 * 2 * scattered / fsdp, data)
     add(",".join(batch), "all-reduce", 2 * 2 * (norms + whole), data * fsdp)
     # Activations: of each layer's two blocks forward, one of them again, and the
-    # gradients of both; of both tables. Of the cross-entropy three numbers per token.
+    # gradients of both; of both tables. The cross-entropy sends three numbers per token.
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
     add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.seq_len, tensor)
     if context > 1:
@@ -186,7 +186,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
 
 
 def traffic(plan: Plan) -> dict[tuple[str, str], float]:
-    """By axes and kind, what a plan says is sent, without what sends scalars alone."""
+    """The bytes sent in a plan, by axes and kind, without collectives of scalars alone."""
     sent: dict[tuple[str, str], float] = {}
     for each in plan.collectives:
         if each.bytes > 64:

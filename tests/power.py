@@ -1,4 +1,4 @@
-"""A loss of power, simulated: what is on the disk is what was synced, and nothing else.
+"""A loss of power, simulated: only what was synced is on the disk.
 
 A `Disk` records what `os.fsync` makes safe of a folder: the bytes of a file; of a folder,
 which files and folders it has under which names, though not what is in these. What other
@@ -23,7 +23,7 @@ _NOT_THROUGH_LINKS, _WHEN_BORN = 0x100, 0x800
 
 
 def _identity(path: str) -> str:
-    """Of a file or folder, whatever its name; numbers of inodes are used again."""
+    """The identity of a file or folder, whatever its name: inode numbers are reused."""
     found = ctypes.create_string_buffer(256)
     where = ctypes.c_char_p(os.fsencode(path))
     if _LIBC.statx(-100, where, _NOT_THROUGH_LINKS, _WHEN_BORN, found):
@@ -33,12 +33,12 @@ def _identity(path: str) -> str:
 
 
 class Disk:
-    """What is on the disk of a folder.
+    """The contents of a folder on the disk.
 
     **Arguments:**
 
     - `root`: the folder.
-    - `safe`: another one, for the records.
+    - `safe`: another folder, for the records.
     """
 
     def __init__(self, root: Path, safe: Path):
@@ -87,7 +87,7 @@ class Disk:
     def _lose(
         self, now: Path | None, identity: str, into: Path, rng: random.Random | None
     ) -> None:
-        """As `lose`, of a folder whose present contents are in `now`."""
+        """Like `lose`, for a folder whose present contents are in `now`."""
         into.mkdir()
         record = self.safe / identity
         there = json.loads(record.read_text()) if record.exists() else {}

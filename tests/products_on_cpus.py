@@ -1,4 +1,4 @@
-"""Prints what of products and their sums comes out wrong on this machine's CPUs.
+"""Prints the products, and sums of products, that this machine's CPUs get wrong.
 
 In a process of its own: XLA reads its flags once, and when it is wrong, it may crash.
 Each product is a program of its own, because one that has two uses is not fused.
@@ -68,7 +68,7 @@ def check(name, out, expected, dtype="float32"):
 
 
 def check_evaluations():
-    """Of products of the batch with a constant, and with parameters."""
+    """Check products of the batch with a constant, and with parameters."""
     cases = itertools.product(("constant", "parameter"), TOLERANCES, SHAPES, SUMS)
     # Each property meets most others in one of these.
     for kind, dtype, rank, how in [*cases][::7]:
@@ -86,7 +86,7 @@ def check_evaluations():
 
 
 def check_rows():
-    """Of many rows, each multiplied by a small matrix."""
+    """Check products of many rows with a small matrix each."""
     rows = np.zeros((40_000, 3), np.float32)
     rows[:, 0] = np.arange(40_000) / 1000
     state = new_state({"w": np.eye(3, dtype=np.float32)})
@@ -120,7 +120,7 @@ def check_predictions():
 
 
 def check_sums_of_products():
-    """Of two arrays of rank 7, element by element: to XLA a product of matrices."""
+    """Check elementwise products of rank 7, which XLA computes as products of matrices."""
     shape = (3, 1, 2, 2, 8, 8, 8)
     rng = np.random.default_rng(0)
     x, w = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for _ in range(2))
@@ -135,7 +135,7 @@ def check_sums_of_products():
 
 
 def check_steps():
-    """Losses and gradients of scales, which sum products."""
+    """Check losses, and gradients of scales, which sum products."""
     for rank, how in (2, "mean"), (3, "squares"), (5, "mean"):
         x, w = factors(rank, "float32", "constant")
         state = new_state({"scale": np.ones(x.shape[-1], np.float32)})
@@ -159,7 +159,7 @@ def check_steps():
 
 
 def check_initial_values():
-    """A mean of products of constants, and of random numbers."""
+    """Check a mean of products of constants, and of random numbers."""
     state = eqxshard.init_state(
         lambda key: {
             "ones": jnp.mean(jnp.ones((256, 64)) @ jnp.ones((64, 64))) / 64,

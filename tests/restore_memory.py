@@ -33,7 +33,7 @@ OPTIM = optax.sgd(1.0)
 
 
 class Restored(NamedTuple):
-    """In bytes: the most that was in memory, and what may have been."""
+    """Bytes: the peak in memory, and the most that is allowed."""
 
     peak: int
     allowed: int
@@ -77,7 +77,7 @@ def restore(folder: str, size: int, split: str) -> Restored:
         key=jax.random.key(0),
         **place(*SPLITS[split]),
     )
-    # It is not what is read that makes the rest of the process grow.
+    # Importing makes the process grow, too.
     import tensorstore  # noqa: F401
 
     checkpointer = eqxshard.Checkpointer(folder)
@@ -87,7 +87,7 @@ def restore(folder: str, size: int, split: str) -> Restored:
     peak = memory("VmHWM") - before
     arrays = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
     shards = [shard.data for array in arrays for shard in array.addressable_shards]
-    # And it is what was saved.
+    # The restored state equals the saved one.
     expected = jax.jit(lambda key: make_model(key, size)[-1])(jax.random.key(0))
     np.testing.assert_array_equal(arrays[-1], expected)
     sizes = [shard.nbytes for shard in shards]
@@ -97,7 +97,7 @@ def restore(folder: str, size: int, split: str) -> Restored:
 def train_and_save(folder: str, size: int) -> dict[str, float]:
     """The most memory beside a state, in states: of a save while training, of a restore."""
     jax.config.update("jax_num_cpu_devices", 2)
-    # Whose chunks are not contiguous in memory, so that TensorStore copies each.
+    # Its chunks are not contiguous in memory, so TensorStore copies each.
     shape = (3 * 2**10, 1024)
     spec = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place_over_two())
     make = jax.jit(lambda: jnp.ones(shape), out_shardings=spec.sharding)
@@ -109,7 +109,7 @@ def train_and_save(folder: str, size: int) -> dict[str, float]:
     model = jax.block_until_ready([*map(add, model)])
     size = sum(x.nbytes for x in model)
     state = eqx.tree_at(lambda state: state.model, like, model)
-    # They make the process grow, too.
+    # Importing makes the process grow, too.
     import tensorstore  # noqa: F401
 
     checkpointer = eqxshard.Checkpointer(folder)
@@ -133,7 +133,7 @@ def place_over_two() -> jax.NamedSharding:
 
 
 def memory(name: str) -> int:
-    """In bytes, of this process: what it has, or the most that it had."""
+    """The memory of this process in bytes: at present, or at its peak."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE)
     assert found is not None
@@ -141,14 +141,14 @@ def memory(name: str) -> int:
 
 
 def measure(size: int) -> dict[str, Restored]:
-    """What restoring a state of so many bytes took, by how it is split."""
+    """The memory of restoring a state of this size, by how the state is split."""
     with tempfile.TemporaryDirectory(prefix="restore-memory-") as folder:
         in_child(save, folder, size)
         return {split: in_child(restore, folder, size, split) for split in SPLITS}
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """In a process of its own, where nothing was freed before that can be used again."""
+    """Run in a new process, in which no freed memory can be used again."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *args).result()

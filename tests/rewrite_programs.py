@@ -4,7 +4,7 @@ Each is a function of a matrix `w` of 4 x 4, which is trained, and of a batch `x
 to arrays of any kind.
 """
 
-# The types that other packages declare are narrower than what they take.
+# The types that other packages declare are narrower than those that they take.
 # pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportFunctionMemberAccess=false

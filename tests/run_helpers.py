@@ -1,4 +1,4 @@
-"""Scripts run in this process, or in others, and what their runs wrote."""
+"""Scripts run in this process, or in others, and the files of their runs."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def call(capsys, monkeypatch, script, *options):
     """Run a script as `__main__` in this process; return its status, stdout and stderr."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *map(str, options)])
-        # It is for all of the process, and so for other tests.
+        # The cache would be for the whole process, and so for other tests.
         patch.setattr("eqxshard.run._cli._cache_compiled", lambda: None)
         with (
             # Optax itself mixes dtypes.

@@ -29,7 +29,7 @@ def make_lines(count=40, *, every=50, epoch=200, rate=1.0, seed=0):
 
 
 def make_record(**changes):
-    """What `run.json` has."""
+    """The contents of `run.json`."""
     record = {
         "title": "small on 8 x NVIDIA H200 (data=2, fsdp=4)",
         "steps": 2000,
@@ -72,7 +72,7 @@ def make_plan(**changes):
 
 
 def make_run(path, *, lines=None, record=None, warnings=(), plan=None):
-    """Write a folder; without a record there is none."""
+    """Write a run's folder; without a record, there is no `run.json`."""
     path.mkdir(parents=True)
     folder = RunFolder(path)
     text = "".join(json.dumps(line) + "\n" for line in (lines or make_lines()))

@@ -65,7 +65,7 @@ def metric_fn(model, batch):
 
 
 def make_data(examples, seed, name="lines"):
-    """Points and what to fit to them."""
+    """Points, and the values to fit to them."""
     x = np.random.default_rng(seed).normal(size=(examples, 3)).astype(np.float32)
     arrays = {"x": x, "y": np.sin(2 * x[:, :2])}
     return eqxshard.data.ArraySource(arrays, name=name, unit="points")

@@ -59,7 +59,7 @@ def specs(rule, mesh=None, tree: Any = BLOCK):
 
 
 def error(rule, *shape, path="w", mesh=None):
-    """What is wrong with a rule, for one array."""
+    """The error of a rule for one array."""
     with pytest.raises(ValueError) as info:
         eqxshard.shardings({path: struct(*shape)}, mesh or make_mesh(), rule)
     return str(info.value)
@@ -100,14 +100,14 @@ def dims(tree):
 
 def dims_of(annotation, value):
     """The dims in a module with one field, relative to the field."""
-    # Strings in the annotation name what the test's own module defines.
+    # Strings in the annotation name definitions of the test's own module.
     caller = sys._getframe(1).f_globals["__name__"]
     found = dims(module(x=annotation, defined_in=caller)(value))
     return {path[2:]: names for path, names in found.items()}
 
 
 def dims_error(annotation, value):
-    """What is wrong with the annotation of a module's field."""
+    """The error about the annotation of a module's field."""
     caller = sys._getframe(1).f_globals["__name__"]
     with pytest.raises(ValueError) as info:
         dims(module(x=annotation, defined_in=caller)(value))
@@ -130,5 +130,5 @@ def names(text):
 
 
 def shapes(make):
-    """What a function makes, without allocating the arrays."""
+    """The result of a function, without allocating the arrays."""
     return eqx.filter_eval_shape(make)

@@ -57,7 +57,7 @@ NODE = (
 
 
 def why_not() -> str | None:
-    """Why SLURM cannot be started here, if it cannot."""
+    """The reason that SLURM cannot be started here, if there is one."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return (
@@ -128,7 +128,7 @@ class Slurm:
         wait_for("the nodes", are_idle, seconds=120)
 
     def run(self, *words: object, **settings: str) -> str:
-        """What one of SLURM's commands prints."""
+        """The output of one of SLURM's commands."""
         done = subprocess.run(
             [*map(str, words)],
             env=self.settings | settings,
@@ -193,7 +193,7 @@ class Slurm:
         return found
 
     def _kill_all(self) -> None:
-        """What the daemons have started outlives them."""
+        """Kill what the daemons have started, which outlives them."""
         for process in self._processes():
             _kill(process)
 

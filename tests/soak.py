@@ -1,4 +1,4 @@
-"""A soak: a run of two processes that faults disturb, and that must end as another does.
+"""A soak: a run of two processes with faults, which must end like one without faults.
 
 `python tests/soak.py --minutes 30 --seed 0` prints each fault: when it was, what, where
 the run was, and when and from which step it ran again. Faults, moments and places are
@@ -41,7 +41,7 @@ COMMAND = (
 OPTIONS = ("--mesh=data=1,fsdp=4", "--rule=fsdp", "--hang-seconds=30")
 #: A run that does not go on by then waits for something that never comes.
 PATIENCE = 420.0
-#: What the processes print of where they are, and where that is.
+#: The texts by which the processes tell where they are, and these places.
 PLACES = {
     "eqxshard.launch: ": "start",
     "reading the checkpoint": "restore",
@@ -49,7 +49,7 @@ PLACES = {
     "in the evaluation": "evaluation",
     "] evaluated": "training",
 }
-#: What is worth telling of what a run says of a fault.
+#: The lines of a run about a fault that are worth printing.
 TELLING = re.compile(
     r"(\[\d\]|eqxshard\.launch: ).*"
     r"(is damaged|could not be written|cannot be (written|read)|no progress for|was killed"
@@ -93,11 +93,11 @@ class Run:
         return []
 
     def said(self) -> str:
-        """All that was printed."""
+        """Everything that was printed."""
         return self.log.read_text(errors="replace")
 
     def place(self) -> str:
-        """Where it is: `start`, `restore`, `training`, `saving` or `evaluation`."""
+        """Its place: `start`, `restore`, `training`, `saving` or `evaluation`."""
         text = self.said()
         place = PLACES[max(PLACES, key=text.rfind)]
         saves = any(_is_being_written(path) for path in self.checkpoints())
@@ -171,7 +171,7 @@ def ctrl_c(run: Run, rng: random.Random) -> str:
 
 
 def pause(run: Run, rng: random.Random) -> str:
-    """Now and then for longer than the run waits."""
+    """Pause a process, now and then for longer than the run waits."""
     seconds = rng.uniform(0.2, 8) if rng.random() < 0.8 else 40
     number, workers = rng.randrange(2), run.workers()
     _send(workers[number : number + 1], signal.SIGSTOP)
@@ -189,7 +189,7 @@ def failing_reads(run: Run, rng: random.Random) -> str:
 
 
 def damage(run: Run, rng: random.Random) -> str:
-    """Of a file of the newest checkpoint, if there is one before it; then a restart."""
+    """Damage the newest checkpoint, if there is one before it; then restart."""
     said = _signal_each(run, signal.SIGKILL)
     _wait_until_gone(run)
     complete = run.complete()
@@ -277,14 +277,14 @@ def _is_alive(process: int) -> bool:
 
 
 def _limit(run: Run, rng: random.Random, kind: int, what: str, most: float) -> str:
-    """A limit on one process, or both, for a while."""
+    """Limit one process, or both, for a while."""
     workers = run.workers()
     which = rng.choice([[0], [1], [0, 1]])
     seconds = rng.uniform(0.3, most)
     before = {}
     for worker in (workers[number] for number in which if number < len(workers)):
         with contextlib.suppress(OSError):
-            # Not below those that it has open, or to wait for these would fail.
+            # Allow the files that it has open, or waiting for these would fail.
             opened = {int(x.name) for x in Path(f"/proc/{worker}/fd").iterdir()}
             free = min(set(range(len(opened) + 1)) - opened)
             limit = 0 if kind == resource.RLIMIT_FSIZE else free
@@ -328,7 +328,7 @@ class Soak:
         again = f"again from step {found[-1]}" if found else "on"
         self._print(f"goes {again}, after {seconds - ended:.1f} s")
         self.longest = max(self.longest, seconds - ended)
-        # What it says several times, of several steps, once.
+        # Lines that differ in numbers alone are printed once.
         lines = filter(TELLING.match, news.replace(f"{run.folder}/", "").splitlines())
         for line in {re.sub(r"\d+", "", line): line for line in lines}.values():
             line = re.sub(r"(ERROR|WARNING):[\w.]+:| Its last lines:", "", line)
@@ -343,13 +343,13 @@ class Soak:
             time.sleep(0.005)
         most = {"start": 8.0, "training": 5.0}.get(place, 0.4)
         time.sleep(rng.uniform(0, most))
-        # All of them come up, in turns.
+        # All kinds of faults come up, in turns.
         self._left = self._left or rng.sample(FAULTS, len(FAULTS))
         fault = self._left.pop()
         at, where = self._seconds(), f"{run.place()}, step {run.step()}"
         self._print(f"{where}: {fault(run, rng)}", at)
         self.counts[fault.__name__] += 1
-        # What stops it does so in a moment.
+        # A fault that ends the launcher does so in a moment.
         time.sleep(0.5)
         self._keep_launched()
 
@@ -424,7 +424,7 @@ def soak(minutes: float, seed: int) -> None:
         disturber.go_on()
         while time.monotonic() - disturber.began < 60 * minutes:
             disturber.disturb()
-        # Not where an epoch ends, nor where a checkpoint is due.
+        # End where neither an epoch ends nor a checkpoint is due.
         steps = run.step() + 20
         steps += next(i for i in range(70) if (steps + i) % 35 == 3)
         kill_both(run, disturber.rng)

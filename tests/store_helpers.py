@@ -71,7 +71,7 @@ class Link:
         with contextlib.suppress(OSError):
             while data := source.recv(2**16):
                 target.sendall(data)
-        # Or who reads from the target would wait forever.
+        # Otherwise a reader of the target would wait forever.
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 

@@ -37,7 +37,7 @@ def test_the_page_of_a_run_is_written(command, tmp_path):
 def test_info_has_versions_devices_and_variables_that_matter(
     command, monkeypatch, tmp_path
 ):
-    # What is left of a package that was removed.
+    # The rest of a package that was removed.
     (tmp_path / "foo-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")

@@ -45,7 +45,7 @@ def run(folder, *options, **how):
 
 
 def run_by_hand(starts):
-    """Without the launcher: the status of each process, and its stderr."""
+    """Run without the launcher; the status and the stderr of each process."""
     address = [f"--address=127.0.0.1:{_free_port()}", f"--processes={len(starts)}"]
     with contextlib.ExitStack() as stack:
         processes = []
@@ -292,7 +292,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
 
 @pytest.fixture
 def joining(monkeypatch):
-    """Joining others replaces the hook."""
+    """Restore the hook that joining other processes replaces."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 

@@ -43,7 +43,7 @@ def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole):
         assert time.monotonic() - began < 120
         assert "process 1: " in lines[-1]
         assert "step 5. Training continues." in lines[-1]
-        # Nor does the other process wait for it at the end.
+        # The other process does not wait for it at the end either.
         process.communicate(timeout=60)
         assert process.returncode == 0
     assert eqxshard.Checkpointer(tmp_path / "checkpoints").steps() == [5, 15]

@@ -11,7 +11,7 @@ from test_readme import PAGES, blocks, each
 
 #: The pages of the API are lists of names for the site.
 TEXTS = [page for page in PAGES if page.parent.name != "api" or page.name == "index.md"]
-#: On a forge and on the site, without a line to scroll.
+#: The widest code that neither a forge nor the site makes readers scroll.
 WIDEST = 88
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
@@ -27,7 +27,7 @@ def headings(page):
 
 
 def find_problems(page):
-    """What a reader on a forge would stumble over."""
+    """The problems that a reader on a forge would have."""
     text = _FENCE.sub("", page.read_text())
     for match in _LINK.finditer(text):
         target, _, anchor = (match[1] or match[2]).partition("#")

@@ -129,7 +129,7 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_signals_that_are_ignored_stay_ignored(script, tmp_path):
-    """As under nohup, or in the background of a shell."""
+    """They are ignored under nohup, or in the background of a shell."""
     go = tmp_path / "go"
     body = """
 print("ready", flush=True)

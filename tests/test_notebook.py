@@ -64,7 +64,7 @@ train_step = eqxshard.make_train_step(loss_fn, optim)
 
 
 def run(*cells):
-    """What the cells print, and what they log, in a kernel of their own."""
+    """The output and the logs of cells in a new kernel."""
     command = [sys.executable, "-c", KERNEL]
     done = subprocess.run(command, input=json.dumps(cells), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_a_run_goes_on_in_a_new_kernel(tmp_path):
 
 
 def test_a_model_of_a_cell_is_planned():
-    """For more devices than there are here."""
+    """The plan is for more devices than there are here."""
     (line,), _ = run(SETUP, DEFINE, PLAN)
     # The gradient and the loss of a model of one number.
     assert line.startswith(f"4 {2 * 64 * 4 // 4} {{'data': {{'all-reduce': ")

@@ -12,7 +12,7 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
 @pytest.mark.slow
-# Of the libraries that run notebooks.
+# The libraries that run notebooks warn.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_shows_what_is_stored_in_it(name, tmp_path):

@@ -1,4 +1,4 @@
-"""What is legal but unusual: each case works, or is refused in one sentence."""
+"""Legal but unusual cases: each works, or is refused in one sentence."""
 
 import functools
 from typing import Any
@@ -123,7 +123,7 @@ def test_leaves_of_many_types_and_no_size(tmp_path):
         "complex": "complex64",
     }
     assert other["no rows"].shape == (0, 8)
-    # Trained are those that can be.
+    # All leaves that can be trained are.
     for name, was in kinds.items():
         if name in ("half", "complex"):
             assert not np.array_equal(other[name], was())

@@ -101,7 +101,7 @@ def test_nothing_private_of_other_packages_is_imported():
     assert private == []
 
 
-#: What a program that trains by hand uses.
+#: The names that a program with its own loop uses.
 BY_HAND = ["make_mesh", "fsdp", "init_state", "make_train_step", "make_eval_step"]
 BY_HAND += ["Loader", "fit", "evaluate", "explain", "Checkpointer", "filter_shard"]
 #: Packages that are imported when they are first needed.
@@ -151,7 +151,7 @@ def re_exported(front):
 
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
-#: All that is public of them is in `eqxshard` itself.
+#: Rooms whose public names are all in `eqxshard` itself.
 PRIVATE_ROOMS = ("compiled", "loop", "pages", "rewrite", "transforms")
 
 
@@ -206,7 +206,7 @@ def test_every_public_thing_has_a_docstring_with_its_arguments():
     assert {name: undocumented(name) for name in OBJECTS if undocumented(name)} == {}
 
 
-#: What JAX does not promise to keep: modules, attributes of equations and types, and the
+#: Parts of JAX without a promise: modules, attributes of equations and types, and the
 #: state of `jax.distributed`.
 UNVERSIONED = (
     r"jax\.(extend|interpreters|core|_src)\b"

@@ -119,7 +119,7 @@ class Experts(eqx.Module):
 
     def __call__(self, batch):
         x, logits = batch["x"], jax.vmap(jax.vmap(self.router))(batch["x"])
-        # Of 16 bits, rounding may choose another expert; not of all four.
+        # In 16 bits, rounding may choose another expert, unless all four are chosen.
         k = 4 if x.dtype.itemsize == 2 else 2
         mixture = mixture_of_experts(self.experts, x, logits, k=k)
         return jnp.mean(mixture.output, axis=1)
@@ -300,7 +300,7 @@ def all_pairs():
 
     def value_of(case):
         pairs = pairs_of(case)
-        # Of cases with as many new pairs, the one of which the others were seen least.
+        # Of cases with as many new pairs, take the one whose other pairs were seen least.
         return len(pairs & left.keys()), -sum(used[pair] for pair in pairs)
 
     while left:
@@ -440,7 +440,7 @@ def arrays_of(*trees):
 
 
 def train_by_hand(case):
-    """As `train`: the metrics are a list of dicts."""
+    """Like `train`; the metrics are a list of dicts."""
     pair = MODELS[case["model"]](KEY)
     model, state = pair if isinstance(pair, tuple) else (pair, None)
     precision = make_precision(case)
@@ -529,7 +529,7 @@ def check(case, folder):
     rtol = {16: 1e-1, 32: 1e-3, 64: 1e-9}[bits]
     rounding = {16: 1e-6, 32: 1e-6, 64: 1e-14}[bits]
     for path, array in now.items():
-        # In the norm, relative to what the steps changed.
+        # The error in the norm, relative to the change by the steps.
         found, was, wanted = map(wide, (array, start[path], end[path]))
         assert array.dtype == end[path].dtype
         limit = rtol * size(wanted - was) + rounding

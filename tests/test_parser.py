@@ -1,4 +1,4 @@
-"""What the command lines say about mistakes."""
+"""Mistakes on command lines, and their errors."""
 
 import os
 import subprocess

@@ -29,7 +29,7 @@ OPTIM = lenient(optax.sgd(RATE, momentum=MOMENTUM))
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 #: By dtype, the relative error of rounding to it: its significand has 24, 11 or 8 bits.
 TRAINED = {"float32": 2**-24, "complex64": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
-#: What a handful of operations in float32 may add up to; the loss computes in it.
+#: The rounding of a handful of operations in float32, in which the loss computes.
 SINGLE = 16 * 2**-24
 DTYPES = (*TRAINED, "float32", "int32", "uint8", "bool")
 SIZES = (1, 2, 3, 4, 6, 8, 8, 16, 0)
@@ -44,7 +44,7 @@ class Block(eqx.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What to train, and how."""
+    """A model, its mesh and rule, and how to train it."""
 
     model: Any
     sizes: dict[str, int]
@@ -231,7 +231,7 @@ class ByHand:
         self.off = self.momentum = self.momentum_off = np.zeros(self.now.shape)
 
     def forward(self, x):
-        """What is added to the prediction for each example."""
+        """The part's contribution to the prediction for each example."""
         angles = np.multiply.outer(x, self.now)
         off = np.abs(np.multiply.outer(x, self.off)) + SINGLE * (1 + np.abs(angles))
         each = np.reshape([np.sin(angles), off], (2, ROWS, -1))
@@ -245,9 +245,9 @@ class ByHand:
         grad = self.scale * np.tensordot(slope, cosines, 1)
         most = self.scale * np.sum(np.abs(slope))
         grad_off = self.scale * (np.sum(slope_off) + np.abs(slope * x).sum() * self.off)
-        # Rounded are the gradient of each microbatch, and their sum.
+        # The gradient of each microbatch is rounded, and so is their sum.
         grad_off += most * (2 * self.unit + SINGLE) + SINGLE
-        # Rounded is the result of each operation, and the constant of each product.
+        # The result of each operation is rounded, and the constant of each product.
         momentum = MOMENTUM * self.momentum
         off = MOMENTUM * self.momentum_off
         off += 2 * self.unit * (np.abs(momentum) + off) + grad_off

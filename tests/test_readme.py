@@ -42,7 +42,7 @@ SHORT = {
     "recipes/fashion_mnist.py": "--model mlp --steps 10 --data synthetic --output {}/run",
     "recipes/gpt.py": "--data {}/words.txt --steps 4 --length 8 --output {}/run",
 }
-#: Words of commands that plan, and what takes less time.
+#: Words of commands that plan, and shorter work to put in their place.
 SMALL = {"70b": "tiny", "512xh200": "8xh200", "data=8,fsdp=64": "data=2,fsdp=4"}
 
 #: Printed after each block of a program.
@@ -142,7 +142,7 @@ def each(parameter, values):
 
 
 def environment(**settings):
-    """As on a reader's machine, with 8 simulated devices, where lock files are written."""
+    """A reader's environment, with 8 simulated devices, where lock files are written."""
     rest = {name: value for name, value in os.environ.items() if name != "CI"}
     return {**rest, "JAX_PLATFORMS": "cpu", **settings}
 
@@ -178,7 +178,7 @@ def test_the_names_that_a_page_uses_are_ours(page):
 
 
 def prints(block, printed):
-    """Whether a block may print this."""
+    """True if a block may print this."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     check = doctest.OutputChecker().check_output
     return block.output is None or check(block.output, printed, flags)
@@ -191,7 +191,7 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     parts = program_blocks(page)
     text = program(parts, mark=f"print({_MARK!r}, end='')")
-    # With what Python logs, but not what C++ does; and as a script, not as a notebook.
+    # With Python's log, but not that of C++; and as a script, not as a notebook.
     code = f"import sys; sys.stderr = sys.stdout; __file__ = {str(page)!r}\n"
     code += f"exec(compile({text!r}, {str(page)!r}, 'exec'))"
     done = run(["-c", code], tmp_path, JAX_NUM_CPU_DEVICES="8")
@@ -205,7 +205,7 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
         # Where Orbax is installed, Grain imports it, and with it absl's logging.
         printed = re.sub(r"^WARNING:eqxshard[\w.]*:", "", printed, flags=re.MULTILINE)
         if "goodput" not in (block.output or ""):
-            # The end of each fit, of which the pages speak once.
+            # The line at the end of each fit, which the pages mention once.
             printed = re.sub(r"^goodput \d+ % of .*\n", "", printed, flags=re.MULTILINE)
         assert prints(block, printed), f"{page.name}:{block.line} prints\n{printed}"
         for name in _PICTURE.findall(block.text):
@@ -298,7 +298,7 @@ _MEASURED = re.compile(r"(?<=loss )[\d.]+|(?<=accuracy )[\d.]+|[\d.,]+(?= \w+/(?
 
 
 def check_printed(shown, printed):
-    """Refuse a run's output that is not what a page shows, but for what was measured."""
+    """Refuse a run's output that differs from a page, except for measured numbers."""
     text = printed.replace(" | synthetic data", "")
     text = text[text.index(shown.split(maxsplit=1)[0]) :]
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -333,7 +333,7 @@ def test_a_killed_run_goes_on_as_the_readme_shows(tmp_path):
             time.sleep(0.05)
     check_printed(before, "".join(lines))
     for later in kept.glob("[0-9]*"):
-        # Of a run that was not killed at once.
+        # The run was not killed at once, so it may have saved more.
         if int(later.name) > int(steps[-1]):
             shutil.rmtree(later)
 

@@ -1,4 +1,4 @@
-"""What a release is made of: the sdist, and the wheel built from it (`nox -s release`)."""
+"""The parts of a release: the sdist, and the wheel built from it (`nox -s release`)."""
 
 import os
 import re
@@ -16,11 +16,11 @@ import eqxshard
 
 ROOT = Path(__file__).parent.parent
 VERSION = eqxshard.__version__
-#: What Hatchling adds to an sdist.
+#: Files that Hatchling adds to an sdist.
 ADDED = {"PKG-INFO", ".gitignore"}
-#: At the top level of the checkout, and not for those who build or test a release.
+#: At the top level of the checkout, but not needed to build or test a release.
 LEFT_OUT = {".ci", ".github"}
-#: What the pages are made with.
+#: Files that the pages are made with.
 FOR_PAGES = {".github/CONTRIBUTING.md"}
 
 
@@ -31,7 +31,7 @@ def git(*words):
 
 
 def source_files():
-    """What git has: anything else in a release was left there by accident."""
+    """The files in git: anything else in a release was left there by accident."""
     return set(git("ls-files"))
 
 
@@ -80,7 +80,7 @@ def test_the_metadata_are_as_pypi_wants_them(built):
 
 @pytest.mark.release
 def test_the_wheel_works_alone(built, tmp_path):
-    """In an environment that has nothing but it and what it requires."""
+    """The environment has only the wheel and its requirements."""
     environment = tmp_path / "environment"
     python = environment / "bin" / "python"
     uv = [sys.executable, "-m", "uv"]

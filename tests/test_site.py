@@ -20,7 +20,7 @@ API = ROOT / "docs" / "pages" / "api"
 
 
 def find(name):
-    """What a dotted name means."""
+    """The object that a dotted name refers to."""
     package, _, last = name.rpartition(".")
     return getattr(importlib.import_module(package), last)
 

@@ -179,7 +179,7 @@ def train(kind, rule, sizes):
 
 @functools.cache
 def alone(kind):
-    """On one device, with a mesh and a rule that split nothing."""
+    """Train on one device, with a mesh and a rule that split nothing."""
     return train(kind, eqxshard.replicate(), {})
 
 

@@ -1,4 +1,4 @@
-"""What people write with JAX trains and evaluates on meshes as on one device.
+"""Usual programs of JAX train and evaluate on meshes as on one device.
 
 XLA splits each program by itself, and has got some wrong without an error. In float64, so
 that rounding hides nothing.

@@ -78,7 +78,7 @@ def test_a_state_is_restored_into_its_place(tmp_path):
     checkpointer.save(eqxshard.init_state(make_model, OPTIM, **where("fsdp", "fsdp")))
     checkpointer.wait()
     like = eqxshard.abstract_state(make_model, OPTIM, **where("data", None, "data"))
-    # What is imported and compiled is memory, too.
+    # Imports and compiled programs take memory, too.
     checkpointer.restore(like)
     tracemalloc.start()
     try:

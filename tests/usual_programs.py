@@ -34,7 +34,7 @@ class Program:
         }
 
     def losses(self, params, batch):
-        """One per row, or a scalar."""
+        """The losses: one per row, or a scalar."""
         out = jnp.sin(self.fn(params, batch))
         if out.ndim and len(out) == ROWS:
             return out.reshape(ROWS, -1).sum(1)
@@ -74,7 +74,7 @@ def channels_first(batch):
 
 
 def by_example(fn):
-    """As `equinox.nn` convolves: one example at a time, under `vmap`."""
+    """Convolve like `equinox.nn`: one example at a time, under `vmap`."""
     return lambda m, b: jax.vmap(lambda x: fn(m, x[None])[0])(b["image"])
 
 
@@ -231,7 +231,7 @@ program(
 
 
 def scatter(kind, rows=slice(None)):
-    """Of the rows of a batch to as many rows as there are labels."""
+    """Scatter the rows of a batch to as many rows as there are labels."""
 
     def fn(m, b):
         into = jnp.ones((8, 8)) * jnp.cos(m["w"])
@@ -396,7 +396,7 @@ program(
     w=(WIDTH,),
 )
 
-# Slices, and what joins
+# Slices and joins
 
 
 def moved(name, fn):
@@ -506,7 +506,7 @@ moved(
 
 
 def algebra(name, fn):
-    """Of symmetric positive matrices, one for each row."""
+    """Linear algebra of symmetric positive matrices, one for each row."""
 
     def of_rows(m, b):
         x = b["seq"][:, :WIDTH] @ m["w"]

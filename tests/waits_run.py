@@ -19,7 +19,7 @@ FIRST_START = not Path(FOLDER, "started").exists()
 
 
 def arrives(where):
-    """Whether this process goes on at a place, where the last may be late."""
+    """True if this process goes on at a place, where the last one may be late."""
     if where != WHERE or jax.process_index() < jax.process_count() - 1 or not FIRST_START:
         return True
     Path(FOLDER, "started").touch()

@@ -29,10 +29,10 @@ class Task:
     - `steps`: the steps of one turn.
     - `total`: the steps of the whole run, for the schedule of the learning rate.
     - `batch_size`: the sequences of a step, over all devices.
-    - `precision`: what to compute in: `float32` or `bfloat16`.
-    - `devices`: how many devices to split it over; ours only.
-    - `axis`: the mesh axis to split it over, `fsdp` or `data`; ours only.
-    - `remat`: what to compute again in the backward pass; ours only.
+    - `precision`: the dtype to compute in: `float32` or `bfloat16`.
+    - `devices`: the number of devices to split the work over; for eqxshard only.
+    - `axis`: the mesh axis to split it over, `fsdp` or `data`; for eqxshard only.
+    - `remat`: the recipe's `--remat`; for eqxshard only.
     - `gpu`: whether to run on a GPU, and compile the PyTorch model.
     """
 

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The mean loss of some tokens."""
+    """A GPT, which returns the mean loss of some tokens."""
 
     def __init__(self, sizes: dict[str, Any]):
         super().__init__()
@@ -135,7 +135,7 @@ def make(task: Task) -> Contestant:
                 group["lr"] = task.learning_rate(done)
             with autocast:
                 loss = model(tokens, targets)
-            # While the GPU computes.
+            # The next batch is made while the GPU computes.
             done += 1
             tokens, targets = batch(done)
             loss.backward()

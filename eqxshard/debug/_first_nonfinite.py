@@ -47,23 +47,25 @@ from ..training._update import StepConfig, compute_gradients
 from ..transforms._partition import Static
 from ._values import NAN, Origin, Recorder, earliest
 
-#: The name that the losses of examples have in a jaxpr.
+#: The name of the examples' losses in a jaxpr.
 _LOSSES = "eqxshard_losses"
 
 
 @dataclass(frozen=True)
 class FirstNonfinite:
-    """What [`eqxshard.first_nonfinite`][] found; `str` makes a sentence of it.
+    """The first value that is not finite, found by [`eqxshard.first_nonfinite`][].
+
+    It prints as a sentence.
 
     - `part`: the first of these that is not finite: `"loss"`, `"gradient"` or `"update"`.
     - `value`: `"NaN"` or `"infinity"`.
     - `operation`: JAX's name of the operation, such as `log`; `None` for an input.
     - `line`: the line of your code, with its function; `None` if it is a library's.
-    - `given`: what was not finite from the start: `batch entry x`, or `the parameter
-        layers.0.weight`; `None` if all of it was finite.
-    - `rows`: the rows of the batch that have it; `None` if they are not known.
-    - `rounds`: the numbers, from 0 on, of the rounds of the loops that it is in, the
-        outermost first: of the microbatch, or of the layer in [`eqxshard.scan_layers`][].
+    - `given`: the input that was not finite from the start: `batch entry x`, or `the
+        parameter layers.0.weight`; `None` if an operation made the value.
+    - `rows`: the rows of the batch with the value; `None` if they are not known.
+    - `rounds`: the rounds of the loops around the operation, counted from 0, the outermost
+        loop first: the microbatch, or the layer in [`eqxshard.scan_layers`][].
     - `arrays`: the paths of the arrays whose gradients or updates are not finite.
     """
 
@@ -77,7 +79,13 @@ class FirstNonfinite:
     arrays: tuple[str, ...]
 
     def describe(self, examples: Sequence[int] | np.ndarray | None = None) -> str:
-        """A sentence; with the examples of the batch's rows, such as `loader.rows(3)`."""
+        """The result as a sentence.
+
+        **Arguments:**
+
+        - `examples`: the index in the source of each row's example, such as
+            `loader.rows(3)`, which the sentence then names, too.
+        """
         if self.given is not None:
             where = f"{self.given} contains {self.value}"
         else:
@@ -109,21 +117,21 @@ def first_nonfinite(
 ) -> FirstNonfinite | None:
     """Find the operation that makes the loss, a gradient or an update NaN or infinite.
 
-    The step is taken once more with these arguments, in a program that also records which
-    of its values are NaN or infinite, after each operation. From the loss, the gradients
-    and what the step would write, that is followed back to where it began: a line of your
-    code, an entry of the batch, or a parameter. What does not reach them is no cause, such
-    as the -inf of a mask, or a logarithm of 0 that `jnp.where` leaves out and whose
-    gradient is finite. Rows of weight 0 count for nothing.
+    The step is taken once more with these arguments, in a program that also records, after
+    each operation, which of its values are NaN or infinite. From the loss, the gradients
+    and the new values of the state, these are followed back to where they began: a line of
+    your code, an entry of the batch, or a parameter. Values that do not reach the results
+    are not the cause, such as the -inf of a mask, or a logarithm of 0 that `jnp.where`
+    leaves out and whose gradient is finite. Rows of weight 0 are ignored.
 
-    To compile that program takes a few times as long as the step. Nothing is donated or
-    changed. [`eqxshard.fit`][] calls this before it gives up.
+    Compiling that program takes a few times as long as compiling the step. Nothing is
+    donated or changed. [`eqxshard.fit`][] calls this before it gives up.
 
     **Arguments:**
 
     - `train_step`: from [`eqxshard.make_train_step`][].
-    - `state`: the state before the step. (A step that is skipped changes nothing of it
-        but its number.)
+    - `state`: the state before the step. (A skipped step changes only the number of
+        steps.)
     - `batch`, `extra`: as for the step.
 
     **Returns:**
@@ -134,7 +142,7 @@ def first_nonfinite(
     **Raises:**
 
     `TypeError` if the step is not from `make_train_step`; and whatever the step raises for
-    such arguments.
+    these arguments.
 
     !!! Example
 
@@ -144,8 +152,8 @@ def first_nonfinite(
     """
     if not isinstance(train_step, TrainStep):
         raise UsageTypeError(
-            "first_nonfinite looks into a step from make_train_step; of a step of your "
-            "own, give it the part that is from there."
+            "first_nonfinite needs a step from make_train_step; if your own step calls "
+            "such a step, give that one."
         )
     arrays, static = flatten_state(state)
     check_state_not_donated(arrays)
@@ -182,7 +190,8 @@ def first_nonfinite(
         # An infinite slope at a row of weight 0 makes the gradient NaN.
         return run(np.zeros_like(ignored))
     if found is not None and found.part != "loss" and found.rows is not None:
-        # An array whose first dim happens to equal the batch size.
+        # If a step without these rows still fails, they belong to an array whose first dim
+        # happens to equal the batch size.
         others = ignored.copy()
         others[[*found.rows]] = True
         if others.all() or run(others) is not None:
@@ -191,7 +200,7 @@ def first_nonfinite(
 
 
 class _Results(NamedTuple):
-    """The loss, the gradients and the new values of a step, and the paths of these."""
+    """The loss, the gradients and the new values of a step, and their paths."""
 
     values: list[Any]
     paths: list[tuple[Literal["loss", "gradient", "update"], str]]
@@ -210,7 +219,7 @@ class _Look:
     def __call__(
         self, arrays: list[Any], kept: list[Any], batch: PyTree, ignored: Bool[Array, " n"]
     ) -> Array:
-        """What a `Recorder` recorded of the step."""
+        """The records of the step's values."""
         recorder = Recorder(ignored.size, self._accumulate, _LOSSES)
         arguments = arrays, kept, batch, ignored
         paths: list[Any] = []
@@ -230,7 +239,14 @@ class _Look:
     def find(
         self, records: np.ndarray, names: Sequence[str], ignored: np.ndarray
     ) -> FirstNonfinite | None:
-        """What was recorded, as a result; `names` are those of the inputs."""
+        """Find the first value that is not finite, from records on the host.
+
+        **Arguments:**
+
+        - `records`: the result of a call.
+        - `names`: the names of the inputs.
+        - `ignored`: the rows of the batch that were left out.
+        """
         recorder, order = self._recorder, itertools.count()
         origins: dict[int, Origin] = {}
         given = [(n, name) for n, name in zip(self._inputs, names) if n is not None]
@@ -256,7 +272,7 @@ class _Look:
         is_input = origin.order in from_start
         rows = origin.rows
         if rows is not None and self._accumulate > 1 and origin.rounds:
-            # Microbatches are every so many rows.
+            # A microbatch has every `accumulate`-th row of the batch.
             rows = tuple(row * self._accumulate + origin.rounds[0] for row in rows)
             rows = tuple(row for row in rows if row < ignored.size)
         if part == "loss":
@@ -280,7 +296,7 @@ class _Look:
         )
 
     def _rows_of_losses(self, records: np.ndarray) -> tuple[int, ...] | None:
-        """The rows of a batch whose losses are not finite; `None` of a scalar."""
+        """The rows of a batch whose losses are not finite; `None` for a scalar loss."""
         parts = self._recorder.losses_by_round(records)
         if not parts or parts[0].size == 1:
             return None
@@ -297,7 +313,7 @@ def _take_step(
     batch: PyTree,
     ignored: Bool[Array, " n"],
 ) -> _Results:
-    """A step as `train_step` takes it, which writes whatever it has computed."""
+    """Take a step as `train_step` does, but never skip it."""
     state = unflatten_state(arrays, static)
     batch = _without_rows(batch, ignored)
     extra = signature.static.combine(kept), signature.storage()
@@ -335,7 +351,7 @@ def _written(new: PyTree, old: PyTree) -> PyTree:
 
 
 def _without_rows(batch: PyTree, ignored: Bool[Array, " n"]) -> PyTree:
-    """A batch with a row that counts in the place of each that does not."""
+    """A batch in which the first row that counts replaces each ignored row."""
     first = jnp.argmin(ignored)
 
     def one(leaf: Array) -> Array:
@@ -363,7 +379,7 @@ def _with_named_losses(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names(state: TrainState, extra: PyTree, batch: PyTree) -> Iterator[str]:
-    """What the inputs of the step are called in a sentence."""
+    """The names of the step's inputs in a sentence."""
     for path, _ in array_leaves(state):
         is_model = path.startswith("model.")
         yield f"the parameter {path[6:]}" if is_model else f"the state's {path}"

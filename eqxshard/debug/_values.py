@@ -1,4 +1,4 @@
-"""A program that also returns, of each value in it, which rows are NaN or infinite.
+"""Programs that also return, for each of their values, which rows are NaN or infinite.
 
 `Recorder` evaluates a jaxpr one operation at a time and records all of its values; a loop
 over layers or microbatches stays a loop. From what it recorded, `follow` finds on the host
@@ -32,9 +32,9 @@ from ..training.rewrite._jaxprs import (
     scan_counts,
 )
 
-#: What a value is: some of it is NaN, or infinite, or all of it is finite.
+#: The kinds of values: some elements are NaN, some are infinite, or all are finite.
 NAN, INFINITE, FINITE = 2, 1, 0
-#: Operations that are what is inside of them.
+#: Operations that only call the jaxpr inside them.
 _CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 _REMAT = ("checkpoint", "remat", "remat2")
 #: Operations that only move values, or change their sign.
@@ -44,12 +44,12 @@ _MOVES += ("reshape", "reshard", "rev", "sharding_constraint", "squeeze", "trans
 
 @dataclass(frozen=True)
 class Origin:
-    """The operation that made NaN or infinity of finite values, or where one was given.
+    """The operation that made NaN or infinity of finite values, or the input that had it.
 
     - `order`: its place in the order of evaluation.
     - `kind`: `NAN` or `INFINITE`.
-    - `is_given`: whether it was an input, or written down, such as the -inf of a mask.
-    - `name`: of the operation, or of the input.
+    - `is_given`: true for an input, and for a literal such as the -inf of a mask.
+    - `name`: the name of the operation, or of the input.
     - `frame`: the user's line; `None` for an input, or where no line is known.
     - `rows`: the rows of the value that are not finite, if it has a row for each example.
     - `rounds`: the numbers of the rounds of the loops around the operation.
@@ -66,9 +66,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class _Loop:
-    """A `scan`: its body, and how the values of that belong to those around it.
+    """A `scan`: its body, and how values in the body belong to values around it.
 
-    Code for each device, in `shard_map`, is one of a single round.
+    The per-device code of a `shard_map` counts as a loop of one round.
     """
 
     body: "Recorder"
@@ -83,9 +83,9 @@ class _Loop:
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation; its inputs and outputs by their numbers, if they can be NaN.
+    """An operation, with the numbers of its inputs and outputs.
 
-    The number of a literal is minus its kind.
+    The number of a value that cannot be NaN is `None`, that of a literal minus its kind.
     """
 
     name: str
@@ -96,13 +96,13 @@ class _Operation:
 
 
 class Recorder:
-    """Evaluates a jaxpr, and records its values.
+    """Evaluates a jaxpr, and records the kinds of its values.
 
     **Arguments:**
 
     - `rows`: the number of examples. A value with as many rows is recorded row by row.
-    - `microbatches`: the number of microbatches, over which the outermost loop is.
-    - `losses`: the `name` of the equation whose values are those of the examples.
+    - `microbatches`: the number of microbatches, which is the length of the outermost loop.
+    - `losses`: the name of the examples' losses, from `checkpoint_name`.
     """
 
     def __init__(self, rows: int, microbatches: int, losses: str):
@@ -120,7 +120,7 @@ class Recorder:
         self.losses: int | None = None
 
     def record(self, value: Any) -> int | None:
-        """Record a value, such as an input; returns its number, if it can be NaN."""
+        """Record a value, such as an input; returns its number if it can be NaN."""
         if not is_inexact(value) or not value.size:
             return None
         has_rows = value.ndim and value.shape[0] == self._rows
@@ -134,12 +134,12 @@ class Recorder:
             return self._add(jax.lax.reduce(kind, np.uint8(FINITE), jax.lax.max, (1,)))
 
     def records(self) -> UInt8[Array, " n"]:
-        """All that was recorded, to be returned to the host."""
+        """All records in one array, to return it to the host."""
         with _on_auto():
             found = jnp.concatenate([jnp.zeros(0, jnp.uint8), *self._records])
         if not is_explicit(jax.sharding.get_abstract_mesh()):
             return found
-        # The loop or the code for each device that returns this is on Explicit axes.
+        # The loop or per-device code that returns this is on Explicit axes.
         return jax.sharding.reshard(found, PartitionSpec(None))
 
     def _add(self, kinds: Array) -> int:
@@ -159,9 +159,9 @@ class Recorder:
 
         **Arguments:**
 
-        - `jaxpr`: closed or open.
+        - `jaxpr`: a closed or an open jaxpr.
         - `inputs`, `numbers`: its inputs, and the numbers that `record` gave them.
-        - `caller`: the line that calls it, for operations that are no line of a user's.
+        - `caller`: the line that calls it, for operations without a line of the user's.
         """
         constants = [*consts_of(jaxpr)]
         jaxpr = open_jaxpr(jaxpr)
@@ -191,7 +191,7 @@ class Recorder:
         inside = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
         if name in (*_CALLS, *_REMAT) and is_jaxpr(inside):
             if name in _REMAT and eqn.params["prevent_cse"]:
-                # Or the compiler would not compute it again, and keep it instead.
+                # Otherwise the compiler would keep the values, not compute them again.
                 inputs = [*jax.lax.optimization_barrier(inputs)]
             return self.evaluate(inside, inputs, numbers, frame)
         loop = None
@@ -265,7 +265,7 @@ class Recorder:
     # On the host.
 
     def kinds(self, records: np.ndarray, number: int) -> np.ndarray:
-        """What was recorded of the rows of a value, or of all of it."""
+        """The kind of each row of a value, or the one kind of the whole value."""
         start = self._starts[number]
         return records[start : start + self._sizes[number]]
 
@@ -274,7 +274,7 @@ class Recorder:
         return [0, *itertools.accumulate(self._sizes)]
 
     def losses_by_round(self, records: np.ndarray) -> list[np.ndarray]:
-        """What the losses of the examples are, of each microbatch."""
+        """The kinds of the examples' losses, for each microbatch."""
         if self.losses is not None:
             return [self.kinds(records, self.losses)]
         loops = [each.loop for each in self._operations if each.loop is not None]
@@ -285,7 +285,7 @@ class Recorder:
         return []
 
     def _by_round(self, records: np.ndarray, loop: _Loop) -> np.ndarray:
-        """What the body of a loop recorded, a row for each round, if it had any."""
+        """The records of a loop's body, with a row for each round."""
         found = self.kinds(records, loop.record)
         return found.reshape(loop.length, found.size // max(loop.length, 1))
 
@@ -300,10 +300,10 @@ class Recorder:
 
         **Arguments:**
 
-        - `records`: what `records` returned, on the host.
-        - `origins`: those of the inputs, by their numbers; gets those of all values.
+        - `records`: the result of the method `records`, on the host.
+        - `origins`: the origins of the inputs, by number; those of other values are added.
         - `order`: counts operations.
-        - `rounds`: of the loops around.
+        - `rounds`: the rounds of the loops around.
         """
         for operation in self._operations:
             name, frame = operation.name, operation.frame
@@ -323,7 +323,7 @@ class Recorder:
                     origins[number] = _origin(kind, sources, here)
 
     def _kind(self, records: np.ndarray, number: int) -> int:
-        """The worst of what was recorded of a value."""
+        """The worst kind in a value."""
         if number < 0:
             return -number
         return int(self.kinds(records, number).max(initial=FINITE))
@@ -343,7 +343,7 @@ class Recorder:
     ) -> None:
         given = [_source(number, origins, made) for number in operation.inputs]
         carried = given[loop.consts : loop.consts + loop.carry]
-        # Without a round, what is carried comes out as it went in.
+        # A loop of no rounds returns its carry unchanged.
         found = {} if loop.length else dict(enumerate(carried))
         table, numbers = self._by_round(records, loop), range(loop.length)
         for i in reversed(numbers) if loop.is_reversed else numbers:
@@ -367,7 +367,7 @@ class Recorder:
 
 
 def _source(number: int | None, origins: dict[int, Origin], made: Origin) -> Origin:
-    """The origin of an input; of a literal, the operation that takes it."""
+    """The origin of an input; for a literal, the operation that takes it."""
     if number is None:
         return made
     if number < 0:
@@ -381,10 +381,10 @@ def earliest(origins: Sequence[Origin]) -> Origin:
 
 
 def _origin(kind: int, sources: Sequence[tuple[int, Origin]], made: Origin) -> Origin:
-    """The origin of the output of an operation, `made` if that is the operation itself.
+    """The origin of an operation's output; `made` if it is the operation itself.
 
-    Infinity that was given, such as by a mask, is meant. It is the origin of other
-    infinities, but not of a NaN.
+    An infinity that was given, for example by a mask, is intended. It is the origin of
+    other infinities, but not of a NaN.
     """
     if from_nan := [origin for source, origin in sources if source == NAN]:
         return earliest(from_nan)
@@ -422,7 +422,7 @@ def _kind_of(literal: Any) -> int:
 def _frame(eqn: Any) -> Frame | None:
     """The user's line that an equation comes from.
 
-    Inside of a function under `jax.jit`, JAX keeps no frames of its callers.
+    Inside a function under `jax.jit`, JAX keeps no frames of its callers.
     """
     frames = frames_of(eqn)
     return user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)

@@ -1,4 +1,4 @@
-"""What pages of HTML are made of: escaped markup, a frame, cards, tables, bars.
+"""The parts of HTML pages: escaped markup, a frame, cards, tables, bars.
 
-The pages themselves are in the rooms of what they show. May use nothing.
+The pages themselves are in the rooms whose results they show. May use nothing.
 """

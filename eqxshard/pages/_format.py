@@ -4,7 +4,7 @@ import math
 
 
 def format_flops(count: int | float) -> str:
-    """Operations in the unit that fits: `1.5 TFLOP`, `93.6 MFLOP`."""
+    """Floating-point operations, with a unit that fits: `1.5 TFLOP`, `93.6 MFLOP`."""
     for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP")):
         if count >= 0.1 * size:
             return f"{count / size:,.4g} {unit}"
@@ -28,7 +28,7 @@ def format_value(value: int | float) -> str:
 
 
 def format_number(value: int | float) -> str:
-    """Another number, such as a speed, in three digits: `0.769`, `4,070`."""
+    """Any other number, such as a speed, in three digits: `0.769`, `4,070`."""
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:.3g}"
 

@@ -1,4 +1,4 @@
-"""What every page is made of: escaped markup, a frame, cards, tiles, tables and bars."""
+"""The parts of every page: escaped markup, a frame, cards, tiles, tables and bars."""
 
 import importlib.resources
 import math
@@ -15,14 +15,14 @@ class Markup(str):
 
 
 def tag(name: str, *children: str, **attributes: Any) -> Markup:
-    """An element.
+    """An HTML element.
 
     **Arguments:**
 
-    - `name`: such as `td`.
+    - `name`: the element's name, such as `td`.
     - `children`: text, which is escaped, or `Markup`.
-    - `attributes`: without those that are `None`. Their names are written with `_` for `-`,
-        and `class_` for `class`.
+    - `attributes`: the element's attributes; those that are `None` are left out. Their
+        names are written with `_` for `-`, and `class_` for `class`.
     """
     head = [name]
     for key, value in attributes.items():
@@ -39,11 +39,11 @@ def join(*children: str) -> Markup:
 
 
 class Number(str):
-    """Text that stands on the right of a table's cell, as numbers do."""
+    """Text that a table aligns on the right, as it does numbers."""
 
 
 class Part(NamedTuple):
-    """A part of a bar: the class that colours it, its name, its size, also as text."""
+    """A part of a bar: the class that colours it, its name, and its size, also as text."""
 
     style: str
     name: str
@@ -71,7 +71,7 @@ def fill_page(
 
     - `title`, `about`, `headline`: text, which is escaped.
     - `tiles`: below the headline.
-    - `cards`: all else.
+    - `cards`: the rest of the page.
     """
     folder = importlib.resources.files("eqxshard.pages") / "page"
     frame, style = (
@@ -88,7 +88,7 @@ def fill_page(
 
 
 def card(name: str, title: str, *content: Markup) -> Markup:
-    """A section with a heading; nothing without content."""
+    """A section with a heading; empty if it has no content."""
     if not content:
         return Markup("")
     return tag(
@@ -108,7 +108,7 @@ def pair(*cards: Markup) -> Markup:
 
 
 def draw_tiles(tiles: Mapping[str, tuple[str, str]]) -> Markup:
-    """What to see first: by name, a value and a few words on it."""
+    """The figures at the top of a page: by name, a value and a few words about it."""
     boxes = [
         tag("div", tag("dt", name), tag("dd", value, tag("small", more)))
         for name, (value, more) in tiles.items()
@@ -131,8 +131,8 @@ def draw_table(
 
     **Arguments:**
 
-    - `name`: what its rows are, such as `arrays`.
-    - `columns`: their names.
+    - `name`: the table's name, such as `arrays`.
+    - `columns`: the names of the columns.
     - `rows`: at least one. The first cell of each is its heading.
     """
     cells = [[_as_text(entry) for entry in row] for row in rows]

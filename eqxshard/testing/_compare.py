@@ -37,7 +37,7 @@ class Result(NamedTuple):
 class Difference(NamedTuple):
     """How much one value differs from one device's.
 
-    - `name`: such as `gradients.layers.0.weight`.
+    - `name`: the value's name, such as `gradients.layers.0.weight`.
     - `absolute`: max |a - b|.
     - `relative`: max |a - b| / max |b|.
     - `excess`: the part of `relative` that the rounding of gradients does not explain.
@@ -91,7 +91,7 @@ def compare_results(result: Result, reference: Result, before: Arrays) -> list[D
     **Arguments:**
 
     - `result`, `reference`: on a mesh, and on one device.
-    - `before`: the state before the step, of both.
+    - `before`: the state that both steps started from.
     """
     gradients = {
         name: (a, reference.arrays[name])
@@ -135,7 +135,7 @@ def compare(
 
     **Arguments:**
 
-    - `name`: of the difference.
+    - `name`: the name of the difference.
     - `a`, `b`: the arrays.
     - `allowed`: the absolute difference that `excess` does not count.
     - `scale`: the reference of relative differences, if it is larger than max |b|.
@@ -176,7 +176,7 @@ def _update_uncertainty(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _of_parameter(
     name: str, shape: tuple[int, ...], by_parameter: Mapping[str, np.ndarray]
 ) -> np.ndarray | float:
-    """The entry for a parameter, or for the parameter that an optimizer state is of."""
+    """The entry of a parameter; for optimizer state, the entry of its parameter."""
     paths = [
         path for path, x in by_parameter.items() if name.endswith(path) and x.shape == shape
     ]

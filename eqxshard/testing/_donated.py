@@ -1,4 +1,4 @@
-"""Whether a step reuses the memory of the state that it is given."""
+"""`assert_donated`: a step reuses the memory of the state that it is given."""
 
 import warnings
 from typing import Any

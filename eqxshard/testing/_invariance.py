@@ -1,4 +1,4 @@
-"""Whether a model trains the same on every mesh and under every rule."""
+"""`assert_mesh_invariant`: a model trains the same on every mesh and under every rule."""
 
 import contextlib
 import itertools
@@ -98,12 +98,14 @@ def assert_mesh_invariant(
         split.
     - `meshes`: sizes for [`eqxshard.make_mesh`][], such as `[{"data": 2, "fsdp": 4}]`, of
         which each takes the first devices; or meshes. The default is five meshes of 2, 4
-        and 8 devices along `data` and `fsdp`. A model that is written for Explicit axes
-        is compared with one device on those of the first mesh.
+        and 8 devices along `data` and `fsdp`. The one device to compare with is a mesh
+        with the axes of the first of these, which matters to models that are written for
+        Explicit axes.
     - `steps`: the number of steps.
-    - `key`: of the model and the run, `jax.random.key(0)` by default.
-    - `rtol`: the relative difference to accept as rounding. By default 2e-5; 2e-2 for
-        models, or a `precision`, of bfloat16, 1e-2 of float16, and 1e-10 of float64.
+    - `key`: the random key of the model and the run, `jax.random.key(0)` by default.
+    - `rtol`: the relative difference to accept as rounding. The default depends on the
+        least precise dtype of the model and of `precision`: 1e-10 for float64, 2e-5 for
+        float32, 1e-2 for float16, 2e-2 for bfloat16.
     - `trainable`, `accumulate`, `precision`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
@@ -114,7 +116,7 @@ def assert_mesh_invariant(
 
     `AssertionError` with the first step and array that differ, by how much, on which mesh
     and under which rule, and where to look; `ValueError` if there are too few devices, or
-    nothing to compare.
+    nothing to compare; `TypeError` if `meshes` is not a sequence.
 
     !!! Example
 
@@ -224,7 +226,7 @@ def _check_mesh(
 
 
 def _record_gradients() -> optax.GradientTransformation:
-    """Changes no gradient, and keeps the last ones as its state."""
+    """A transformation that changes nothing, and keeps the last gradients as its state."""
 
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(jnp.zeros_like, params)
@@ -241,7 +243,7 @@ def _run(
     batches: Sequence[PyTree],
     starts: Sequence[Arrays | None],
 ) -> list[Result]:
-    """Take steps, each from its start, or if that is None from the state before."""
+    """Take steps, each from its own start, or from the last state if that is `None`."""
     results = []
     for batch, start in zip(batches, starts, strict=True):
         state, metrics = step(state if start is None else with_arrays(state, start), batch)
@@ -254,7 +256,7 @@ def _run(
 
 @contextlib.contextmanager
 def _locate_errors(where: str) -> Iterator[None]:
-    """Add to every error where it happened."""
+    """Add the mesh and the rule to every error."""
     try:
         yield
     except AssertionError as error:

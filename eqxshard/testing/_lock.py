@@ -1,4 +1,4 @@
-"""Text files of what was decided, for people to review: shardings, and what is sent."""
+"""Lock files: text files of shardings, and of communication, for people to review."""
 
 import difflib
 import os
@@ -41,7 +41,7 @@ def assert_sharding_lock(
 
     **Arguments:**
 
-    - `path`: of the file.
+    - `path`: the path of the file.
     - `tree`: a model, a train state or any other PyTree, of arrays or of
         `jax.ShapeDtypeStruct`s. If all arrays are on a mesh, their shardings count; else
         the rule decides.
@@ -73,17 +73,17 @@ def assert_sharding_lock(
 
 
 def assert_plan_lock(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Check that what a planned step sends is what a text file says.
+    """Check that the communication of a planned step is the one in a text file.
 
     Commit the file: whoever reviews a change of the model, the rule or the version of JAX
-    then sees what it does to the communication. It names arrays and functions and no
-    numbers of lines, so that an edit elsewhere in a file does not change it. The file is
-    written as for [`eqxshard.testing.assert_sharding_lock`][].
+    then sees what it does to the communication. The file names arrays and functions but no
+    line numbers, so that an edit elsewhere in the code does not change it. It is written as
+    for [`eqxshard.testing.assert_sharding_lock`][].
 
     **Arguments:**
 
-    - `path`: of the file. Other versions of JAX and other compilers may send something
-        else: let its name say which it is of.
+    - `path`: the path of the file. Other versions of JAX may send other data, so have the
+        version in its name.
     - `plan`: an [`eqxshard.planning.Plan`][].
 
     **Raises:**
@@ -99,7 +99,7 @@ def assert_plan_lock(path: str | os.PathLike[str], plan: Plan) -> None:
             eqxshard.testing.assert_plan_lock(file, plan)
         ```
     """
-    about = "What a planned step sends: how often in a step, and the bytes of each device."
+    about = "The communication of a planned step: times per step x bytes sent by a device."
     lines = [
         f"backend: {plan.backend}",
         f"devices: {plan.devices} x {plan.target.kind}",
@@ -110,7 +110,7 @@ def assert_plan_lock(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def _check_file(path: str | os.PathLike[str], about: str, lines: list[str]) -> None:
-    """Compare the lines of a file, but for its head, with new ones; or write it."""
+    """Compare a file's lines, without its head, with new lines; or write the file."""
     file = Path(path)
     update = os.environ.get(UPDATE, "0") not in ("", "0")
     if not update and not file.exists():
@@ -132,7 +132,7 @@ def _check_file(path: str | os.PathLike[str], about: str, lines: list[str]) -> N
     text = read_bytes(file).decode().splitlines()
     old = [line for line in text if not line.startswith("#")]
     if old != lines:
-        # Without the names of the two, and without its places.
+        # Without the diff's file names and line numbers.
         diff = [*difflib.unified_diff(old, lines, n=0, lineterm="")][2:]
         changes = "\n  ".join(line for line in diff if not line.startswith("@@"))
         raise AssertionError(
@@ -174,7 +174,7 @@ def _sent(plan: Plan) -> Iterator[str]:
 
 
 def _name(collective: Collective) -> str:
-    """Without the number of a line, which an edit elsewhere in its file changes."""
+    """A collective's axes, kind and cause, without a line number, which edits change."""
     leaves = f" of {', '.join(collective.leaves)}" if collective.leaves else ""
     file = (collective.line or "").partition(":")[0]
     place = f" in {file} {collective.function or ''}".rstrip() if file else ""

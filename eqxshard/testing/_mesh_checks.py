@@ -24,15 +24,15 @@ _HINTS = {
 
 
 def check_initial(arrays: Arrays, reference: Arrays) -> None:
-    """Raise `AssertionError` unless initial states are equal, bit for bit."""
+    """Raise `AssertionError` unless initial states are equal bit for bit."""
     for name in dict.fromkeys((*reference, *arrays)):
         # Gradients are not computed yet.
         if kind_of(name) != "gradients" and _bits(arrays, name) != _bits(reference, name):
             raise AssertionError(
-                f"before step 1: {name} is {_bits(arrays, name)[0]}, and on one device "
-                f"{_bits(reference, name)[0]}, and its values must be equal bit for bit. "
-                "make_model and optim.init must depend on their arguments alone: look for "
-                "numpy.random, counters, the time."
+                f"before step 1: {name} is {_bits(arrays, name)[0]} here and "
+                f"{_bits(reference, name)[0]} on one device; its values must be equal bit "
+                "for bit. make_model and optim.init must depend on their arguments alone: "
+                "look for numpy.random, counters, or the time."
             )
 
 
@@ -73,8 +73,8 @@ def check_losses(in_a_row: Sequence[Sequence[Difference]], rtol: float) -> None:
         loss = next(item for item in found if item.name == "loss")
         if not loss.excess <= rtol:
             raise AssertionError(
-                f"step {step} of all in a row: the loss differs from one device's by "
-                f"{_amount(loss, rtol)}. Each step alone is the same, so look for "
+                f"step {step}, with all steps in a row: the loss differs from one device's "
+                f"by {_amount(loss, rtol)}. Each step alone is the same, so look for "
                 "something outside the state that passes from step to step; or the "
                 "optimizer magnifies rounding: try a smaller learning rate."
             )

@@ -19,8 +19,8 @@ class Curves:
     """Plots the metrics over the epochs, as a PNG.
 
     Each metric has a panel, with its values in training and in evaluation. The plot is
-    redrawn after evaluations, unless that would take more than a twentieth of the time,
-    and at the end. It is replaced atomically, so it can be viewed at any time.
+    redrawn after evaluations, in at most a twentieth of the run's time, and at the end. It
+    is replaced atomically, so it can be viewed at any time.
 
     **Arguments:**
 
@@ -87,12 +87,12 @@ class Curves:
         os.replace(self._part, self._path)
 
     def _draw(self) -> Any:
-        """A figure of Matplotlib, with a panel for each metric."""
-        # Here, because it takes longer than a first step.
+        """A Matplotlib figure with a panel for each metric."""
+        # Imported here, because the import takes longer than a first step.
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            # As a file that cannot be written: it does not end a run.
+            # `fit` logs errors of this type, and goes on.
             raise OSError(f"Matplotlib cannot be imported: {error}") from error
 
         columns = min(len(self._series), 3)

@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_WAITING = 10_000
 #: No float is larger than this integer.
 _TOO_LARGE = 2**1024
-#: More bytes than a line of ours has.
+#: Lines that `JSONLines` writes have fewer bytes.
 _LONGEST_LINE = 2**22
 
 
@@ -39,14 +39,14 @@ class JSONLines:
 
     - `path`: the file to write. Its folder is created if necessary.
     - `keep_until`: keep the lines of an earlier run up to this step, and drop the later
-        ones, as a resumed run does, which takes those steps again. By default, no line is
-        kept.
+        ones: a resumed run takes those steps again. By default, no line is kept.
     - `extra`: entries to add to every line, such as `{"data": "synthetic"}`. Values that
         are logged under the same name take precedence.
 
     **Raises:**
 
-    `ValueError` if the file cannot be written; from `log`, if it is closed.
+    `ValueError` if the file cannot be written; from `log`, if it is closed. `TypeError` or
+    `ValueError` if JSON cannot write the values of `extra`.
 
     !!! Example
 
@@ -73,11 +73,11 @@ class JSONLines:
                 write_whole(self._path, "".join(kept))
             if keep_until is None:
                 self._path.write_bytes(b"")
-            # Readable, so that it can be written again.
+            # Also for reading, so that a deleted file can be written again.
             self._file = self._path.open("ab+", buffering=0)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write a line of the numbers, without pictures."""
+        """Write a line with the numbers; images are left out."""
         if self._file.closed:
             raise UsageError(
                 f"{os.fspath(self._path)!r} is closed; continue with a new "
@@ -92,8 +92,8 @@ class JSONLines:
         elif not self._drops:
             self._drops = True
             _LOG.warning(
-                "%s cannot be written, and %d lines wait for it; those of later steps are "
-                "dropped until it can.",
+                "%s cannot be written, and %d lines wait for it; lines of later steps are "
+                "dropped until it can be written.",
                 self._path,
                 _MOST_WAITING,
             )
@@ -109,7 +109,7 @@ class JSONLines:
             self._file.close()
 
     def _write(self) -> None:
-        """Write the lines that wait; and those before them again, if the file is gone."""
+        """Write the waiting lines, and the earlier ones again if the file is gone."""
         if not self._path.exists():
             _LOG.warning(
                 "%s is gone: it was deleted, renamed or unmounted during the run. It is "
@@ -138,12 +138,11 @@ class JSONLines:
 def read_whole_lines(
     path: str | os.PathLike[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line that is whole, as text and as values; none if there is no such file.
+    """Read each complete line, as text and as values; no lines if there is no such file.
 
-    Lines that no tracker of ours writes are left out, such as those of other things than
-    JSON objects, or with numbers that no float can hold.
-
-    The last line of a killed run may be incomplete, and so may that of one that runs.
+    Lines that `JSONLines` would not write are left out: those that are not JSON objects,
+    and those with integers too large for a float. The last line may be incomplete while
+    the run is going on, or after it was killed.
     """
     path = Path(path)
     if not path.exists():
@@ -163,12 +162,12 @@ def read_whole_lines(
 
 
 def _fits(value: Any) -> bool:
-    """Whether a value can be a float, if it is a number."""
+    """False for an integer that is too large for a float."""
     return not isinstance(value, int) or abs(value) < _TOO_LARGE
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that can be a float, or null."""
+    """True for JSON's null, and for a number that a float can hold."""
     return isinstance(value, int | float | None) and _fits(value)
 
 
@@ -178,7 +177,7 @@ def _step(line: Mapping[str, Any]) -> int | float:
 
 
 def or_nan(value: float | None) -> float:
-    """A number of a log or a summary, where null stands for what JSON cannot write."""
+    """A number of a log or a summary, in which null stands for nan and infinities."""
     return math.nan if value is None else value
 
 

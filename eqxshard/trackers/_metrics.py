@@ -1,4 +1,4 @@
-"""What is logged, sorted by names such as `train/loss`: of the model, speeds, times.
+"""Sorts logged values by their names: metrics such as `train/loss`, speeds and times.
 
 The protocol of trackers is the loop's: `loop/_tracker.py`.
 """
@@ -40,15 +40,15 @@ def times(values: Mapping[str, Value]) -> dict[str, float]:
 
 
 def is_evaluation(values: Mapping[str, Value]) -> bool:
-    """Whether these are the values of an evaluation."""
+    """True if some of the values are from an evaluation."""
     return any(metric.kind == "eval" for metric in metrics(values))
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported.
+    """True if a package is installed.
 
-    A folder of its name, such as the `wandb` that W&B writes beside a script, could be
-    imported, too, as a namespace package without anything in it.
+    A folder of the same name, such as the `wandb` that W&B writes beside a script, does
+    not count, although Python would import it as an empty namespace package.
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.has_location

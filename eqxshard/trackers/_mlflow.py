@@ -16,23 +16,25 @@ from ._writing import write_whole
 class MLflow:
     """Sends the numbers of each report to a run of [MLflow](https://mlflow.org).
 
-    Where it goes is set as for MLflow itself, by the environment's `MLFLOW_TRACKING_URI`
-    and `MLFLOW_EXPERIMENT_NAME`; by default, into a database in the working folder. With
-    several processes, only process 0 has a run.
+    MLflow's own environment variables, `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`,
+    choose the server and the experiment; by default, the run is in a database in the
+    working folder. With several processes, only process 0 has a run.
 
     **Arguments:**
 
-    - `directory`: for `mlflow_run_id`, which has the run's id. Created if necessary.
+    - `directory`: the folder of `mlflow_run_id`, the file with the run's id. Created if
+        necessary.
     - `name`: the run's name; by default, MLflow makes one up.
-    - `settings`: what the run's parameters are to be, such as the script's arguments.
+    - `settings`: the run's parameters, such as the script's arguments.
     - `resume`: continue the run whose id the folder has, if there is one. Steps that are
         taken again are sent again.
 
     **Raises:**
 
     `ImportError` if MLflow is not installed: `pip install 'eqxshard[mlflow]'`. `ValueError`
-    if the run cannot be started, because the server cannot be reached, say. During
-    training, nothing: MLflow sends in a thread of its own, and logs what fails.
+    if the run cannot be started, for example because the server cannot be reached. MLflow
+    sends in a thread of its own, and logs what fails there. `log` and `close` raise
+    `OSError` for other failures, which [`eqxshard.fit`][] logs.
 
     !!! Example
 
@@ -71,7 +73,7 @@ class MLflow:
         write_whole(file, str(self._id))
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Have MLflow's own thread send the numbers of a step."""
+        """Hand the numbers of a step to MLflow's own thread, which sends them."""
         if self._id is None:
             return
         found = {name: float(value) for name, value in numbers(values).items()}
@@ -83,7 +85,10 @@ class MLflow:
             raise OSError(f"MLflow refused the values of step {step}: {error}") from error
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run, as it ended; waits until all has arrived, or MLflow gives up."""
+        """End the run as finished, failed or killed.
+
+        Waits until everything has arrived, or MLflow gives up.
+        """
         id, self._id = self._id, None
         if id is None:
             return
@@ -105,5 +110,5 @@ class MLflow:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under names without the letters that MLflow refuses."""
+    """Replace the characters that MLflow refuses in names."""
     return {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}

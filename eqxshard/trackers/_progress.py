@@ -25,9 +25,9 @@ class ProgressBar:
 
     On a terminal this is a bar with the step, the epoch, the training metrics, the speed
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
-    log) it is a plain line for the first report, each evaluation and the end of each epoch,
-    and for a report once a minute has passed. A notebook has a bar, too, with the lines of
-    evaluations below it.
+    log) it prints plain lines: for the first report, each evaluation, the end of each
+    epoch, and in between at most once a minute. A notebook has a bar, too, with the lines
+    of evaluations below it.
 
     **Arguments:**
 
@@ -100,7 +100,7 @@ class ProgressBar:
         self._console.print(line, highlight=False, markup=False, soft_wrap=not breaks)
 
     def _move_in_notebook(self, step: int, text: str) -> None:
-        """Redraw the bar in its place, below which the cell's other output appears."""
+        """Redraw the bar in its place, above the cell's other output."""
         line = f"{step}/{self._total}  {text}"
         bar = f'<progress value="{step}" max="{self._total}"></progress>'
         html = f'<div style="white-space:pre-wrap">{bar} {escape(line)}</div>'
@@ -122,8 +122,7 @@ class ProgressBar:
                 progress.TextColumn("{task.fields[metrics]}", markup=False),
                 progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=self._console,
-                # What a script prints stays above the bar, but in its own file if it
-                # has one.
+                # A script's output is printed above the bar, unless it goes to a file.
                 redirect_stdout=sys.stdout.isatty(),
                 expand=True,
                 # The time left is estimated from reports, which can be minutes apart.
@@ -137,7 +136,7 @@ class ProgressBar:
 
 
 def _text(values: Mapping[str, float], kind: str) -> str:
-    """The metrics of a kind; those without one are shown with those of training."""
+    """The metrics of one kind; metrics without a kind are shown as training's."""
     parts = [
         f"{metric.name} {format_value(float(metric.value))}"
         for metric in metrics(values)

@@ -22,13 +22,12 @@ class TensorBoard:
     **Arguments:**
 
     - `directory`: the folder of the event files, created if necessary.
-    - `purge_after`: hide the values of earlier event files after this step, as a resumed
-        run does, which takes those steps again; -1 hides all. By default, nothing is
-        hidden.
+    - `purge_after`: hide the values after this step in earlier event files: a resumed run
+        takes those steps again; -1 hides all. By default, nothing is hidden.
 
     **Raises:**
 
-    `ImportError` if TensorBoard is not installed.
+    `ImportError` if TensorBoard is not installed. `ValueError` if the folder is a URL.
 
     !!! Example
 
@@ -86,7 +85,7 @@ class TensorBoard:
 
 
 def _encode_png(pixels: np.ndarray) -> bytes:
-    from PIL import Image  # TensorBoard needs it, too.
+    from PIL import Image  # TensorBoard requires Pillow.
 
     file = io.BytesIO()
     grey = pixels.shape[-1] == 1

@@ -15,25 +15,26 @@ from ._writing import write_whole
 class WandB:
     """Sends the numbers of each report to a run of [Weights & Biases](https://docs.wandb.ai).
 
-    Where it goes is set as for W&B itself: by `wandb login`, and by the environment's
-    `WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_TAGS` and the like. With `WANDB_MODE=offline`,
-    everything is written to the folder, and `wandb sync` uploads it later. With several
-    processes, only process 0 has a run.
+    `wandb login` and W&B's own environment variables (`WANDB_PROJECT`, `WANDB_ENTITY`,
+    `WANDB_TAGS` and others) choose the account, the project and the tags. With
+    `WANDB_MODE=offline`, everything is written to the folder, and `wandb sync` uploads it
+    later. With several processes, only process 0 has a run.
 
     **Arguments:**
 
-    - `directory`: for W&B's files, and `wandb_run_id`, which has the run's id. Created if
-        necessary.
+    - `directory`: the folder of W&B's files, and of `wandb_run_id`, the file with the run's
+        id. Created if necessary.
     - `name`: the run's name; by default, W&B makes one up.
-    - `settings`: what the run's config is to have, such as the script's arguments.
+    - `settings`: entries of the run's config, such as the script's arguments.
     - `resume`: continue the run whose id the folder has, if there is one. Steps that are
         taken again are sent again, and W&B ignores those that it has.
 
     **Raises:**
 
     `ImportError` if wandb is not installed: `pip install 'eqxshard[wandb]'`. `ValueError`
-    if W&B refuses the run, because nobody is logged in, say, or if its server cannot be
-    reached at the start. During training, nothing: what fails is logged.
+    if W&B refuses the run, for example because nobody is logged in, or if its server cannot
+    be reached at the start. `log` and `close` raise `OSError` for other failures, which
+    [`eqxshard.fit`][] logs.
 
     !!! Example
 
@@ -62,7 +63,7 @@ class WandB:
         # Otherwise a server that is away at the end would hold the devices for ever.
         limit = float(os.environ.get("WANDB_FINISH_TIMEOUT", 600))
         try:
-            # Beside other runs of the process, which a script may have.
+            # A script may have other runs in this process.
             self._run = wandb.init(
                 **options, reinit="create_new", settings={"finish_timeout": limit}
             )
@@ -75,7 +76,7 @@ class WandB:
         write_whole(file, self._run.id)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Send the numbers of a step; nothing waits until they have arrived."""
+        """Send the numbers of a step, without waiting until they have arrived."""
         if self._run is None:
             return
         try:
@@ -85,7 +86,7 @@ class WandB:
             raise OSError(f"W&B did not take the values of step {step}: {error}") from error
 
     def close(self, error: BaseException | None = None) -> None:
-        """Finish the run, as finished or as failed; waits until all has arrived.
+        """End the run as finished or as failed; waits until everything has arrived.
 
         If that takes longer than `WANDB_FINISH_TIMEOUT` seconds, ten minutes by default,
         the rest stays in the folder, for `wandb sync`.

@@ -1,4 +1,4 @@
-"""Files that trackers write: checked before the run, whole, and not too often."""
+"""Writing trackers' files: checked before the run, replaced whole, and not too often."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        # The system's own message would be that a file exists, or give another path.
+        # The system's message would say that a file exists, or name another path.
         files = [os.fspath(folder) for folder in path.parents if os.path.isfile(folder)]
         why = f"{files[0]!r} is a file and not a folder" if files else error.strerror
         raise UsageError(
@@ -26,7 +26,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file such that it is never seen half written, and its folder if need be."""
+    """Replace a file atomically. Its folder is created if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -34,11 +34,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Seldom:
-    """Calls a function unless that would take more than a part of the time.
+    """Limits a function to `1 / part` of the wall time.
 
     **Arguments:**
 
-    - `part`: of the time: 100 for a hundredth.
+    - `part`: 100 for a hundredth of the time.
     """
 
     def __init__(self, part: int):
@@ -46,7 +46,7 @@ class Seldom:
         self._next = 0.0
 
     def call(self, fn: Callable[[], object]) -> None:
-        """Call a function, if the last call is long enough ago."""
+        """Call the function, unless the last call was too recent."""
         start = time.monotonic()
         if start >= self._next:
             fn()

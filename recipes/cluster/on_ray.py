@@ -2,8 +2,8 @@
 
 python recipes/cluster/on_ray.py 2 recipes/fashion_mnist.py --resume auto
 
-Each actor is a process of the run: change `num_cpus` to `num_gpus` on GPUs. An actor can
-join once, so another run takes new ones.
+Each actor is a process of the run: change `num_cpus` to `num_gpus` on GPUs. A process can
+join only one run, so another run needs new actors.
 """
 
 import os
@@ -19,7 +19,7 @@ from eqxshard.distributed import ADDRESS, PROCESS, PROCESSES
 @ray.remote(num_cpus=1)  # On GPUs: num_gpus=1.
 class Worker:
     def address(self):
-        """An address on this host that process 0 can listen at."""
+        """An address on this host for process 0 to listen on."""
         with socket.socket() as free:
             free.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"

@@ -6,8 +6,8 @@
 #
 # HOSTS is a file with one host per line. All hosts must have the checkout, and the folder
 # of the run, at the same path. The first host listens for the others, which must be able to
-# reach it by this name; and each host's own name must resolve to an address that the others
-# can reach.
+# reach it by its name in the file; and each host's own name must resolve to an address that
+# the others can reach.
 #
 # Options:
 #     --per-host N     processes on each host, each with one GPU (default: one, with all)
@@ -65,8 +65,8 @@ quoted() { # WORD...
     done
 }
 
-# The command for the shell of a host. It runs until the command ends, or its standard input
-# does, as it does when this script ends for any reason: ssh does not pass signals on.
+# The command for the shell of a host. It runs until the command ends, or until its standard
+# input ends. That happens when this script ends for any reason: ssh passes on no signals.
 remote() { # NUMBER LOCAL_NUMBER COMMAND...
     local settings number=$1 gpu=$2
     shift 2

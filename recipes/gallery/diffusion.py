@@ -24,7 +24,7 @@ STEPS = 50
 
 
 class Block(eqx.Module):
-    """A mixer, told how to scale and shift by the time and the kind of garment."""
+    """A mixer, scaled and shifted depending on the time and the kind of garment."""
 
     tokens: nn.MLP
     features: nn.MLP
@@ -48,7 +48,7 @@ class Block(eqx.Module):
 
 
 class Flow(eqx.Module):
-    """How an image should change at a time between noise (0) and a garment (1)."""
+    """Predicts how an image should change, at a time from noise (0) to a garment (1)."""
 
     patches: nn.Linear
     position: jax.Array

@@ -1,4 +1,4 @@
-"""An ensemble by vmap: sixteen networks trained at once, which disagree where data lack."""
+"""An ensemble by vmap: sixteen networks at once, which disagree where there are no data."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ from pictures import COLORS, figure
 import eqxshard
 
 MEMBERS = 16
-# Each device has members of its own, whole, and sees all examples.
+# Each device has some whole members, and sees all examples.
 RULE = eqxshard.by_path({".*": P("tensor")})
 
 
 def make_ensemble(key):
-    """One module whose arrays have a leading dim, that of the members."""
+    """One module whose arrays have a leading dim of members."""
 
     def make_member(key):
         return eqx.nn.MLP(1, "scalar", 64, depth=2, key=key)
@@ -34,7 +34,7 @@ def predict(member, x):
 
 def loss_fn(ensemble, batch, key):
     errors = (predict(ensemble, batch["x"]) - batch["y"]) ** 2
-    # Adam does not mind the scale, and so a member trains as it would alone.
+    # Adam ignores the scale of the loss, so each member trains as it would alone.
     return errors.mean(axis=0)
 
 
@@ -69,13 +69,13 @@ def draw(path, data, x, outputs):
 
 @dataclass(frozen=True)
 class Args:
-    """Fit sixteen networks to a wave with a gap, each device with members of its own."""
+    """Fit sixteen networks to a wave with a gap; each device trains some of them."""
 
     run: eqxshard.RunConfig = eqxshard.RunConfig(
         batch_size=64, evaluate_every=500, save_every=500
     )
     learning_rate: float = 3e-3
-    """Adam's."""
+    """Adam's learning rate."""
 
 
 def main(args: Args) -> str:

@@ -77,7 +77,7 @@ train_discriminator = eqxshard.make_train_step(discriminator_loss, OPTIM)
 
 
 def train_step(states, batch):
-    """A step of each model, with the other one as its companion."""
+    """Take a step of each model; its loss function also gets the other model."""
     generator, discriminator = states["generator"], states["discriminator"]
     discriminator, discriminator_metrics = train_discriminator(
         discriminator, batch, generator.model

@@ -1,4 +1,4 @@
-"""Images of 32x32 pixels in colour, as those of CIFAR-10: garments, or CIFAR-10 itself."""
+"""The gallery's data: Fashion-MNIST, also in colour like CIFAR-10; or CIFAR-10 itself."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ CIFAR = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", 
 
 
 class Coloured:
-    """Garments of a random colour on a ground of another, at a random place of 32x32.
+    """Garments in a random colour, at a random place in 32x32 pixels of another colour.
 
-    The colours and the place are those of the image in every epoch.
+    An image has the same colours and the same place in every epoch.
     """
 
     def __init__(self, source: Any, seed: int):
@@ -41,11 +41,11 @@ class Coloured:
         return {"image": image.astype(np.uint8), "label": batch["label"]}
 
 
-# Its options are those of the script: without the name of a group before them.
+# Without a prefix: --data instead of --garments.data.
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Garments:
-    """Which garments."""
+    """The garments of Fashion-MNIST."""
 
     data: Literal["auto", "fashion_mnist", "synthetic"] = "auto"
     """auto: the real images or, if they cannot be downloaded, generated ones."""
@@ -58,7 +58,7 @@ class Garments:
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Images:
-    """Which images."""
+    """Coloured garments, or CIFAR-10."""
 
     garments: Garments = Garments()
     cifar: Annotated[str | None, eqxshard.run.default("garments", "DIR")] = None
@@ -66,11 +66,11 @@ class Images:
 
     @property
     def names(self) -> list[str]:
-        """What the labels mean."""
+        """The names of the labels."""
         return CIFAR if self.cifar else GARMENTS
 
     def load(self, tests: int = 2000) -> tuple[Any, Any]:
-        """All training data, and the first of the test data."""
+        """All training data, and the first `tests` examples of the test data."""
         if self.cifar:
             train_data = read_cifar(
                 self.cifar, [f"data_batch_{number}.bin" for number in range(1, 6)]
@@ -90,7 +90,7 @@ def first(source: Any, count: int) -> Any:
 
 
 def read_cifar(folder: str, names: list[str]) -> Any:
-    """Each record is a label and 32x32 bytes of red, then of green, then of blue."""
+    """Records of a label and 32x32 bytes of red, then of green, then of blue."""
     files = [Path(folder) / name for name in names]
     for file in files:
         if not file.exists():

@@ -16,12 +16,12 @@ from pictures import save_guesses
 
 import eqxshard
 
-# From our paths to the file's: the adapters are not there.
+# From paths in the model to names in the file, which has no adapters.
 RENAME = {r"\.(a|b)$": None, r"\.base": ""}
 
 
 class LoRA(eqx.Module):
-    """Hu et al. 2021, https://arxiv.org/abs/2106.09685."""
+    """A layer with an adapter: Hu et al. 2021, https://arxiv.org/abs/2106.09685."""
 
     base: nn.Linear
     a: jax.Array
@@ -74,13 +74,13 @@ def turned(source):
 
 @dataclass(frozen=True)
 class Args:
-    """Adapt a classifier of upright garments to others, by 2 % of its parameters."""
+    """Adapt a classifier of upright garments to turned ones, by 2 % of its parameters."""
 
     run: eqxshard.RunConfig = eqxshard.RunConfig()
     weights: str = "runs/lora-base/base.safetensors"
     """The classifier. If there is no such file, it is trained first."""
     rank: int = 4
-    """Of the adapters."""
+    """The rank of the adapters."""
     garments: Garments = Garments()
 
 
@@ -102,7 +102,7 @@ def train_base(args, file, train_data, test_data):
 
 
 def show(path, model, test):
-    """Draw what a model takes the test images for; return its accuracy."""
+    """Draw a model's guesses for the test images; return its accuracy."""
     logits = eqxshard.filter_jit(predict)(model, test)
     save_guesses(path, test, logits, GARMENTS)
     return np.mean(np.argmax(logits, axis=-1) == test["label"])

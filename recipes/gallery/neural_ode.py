@@ -1,4 +1,4 @@
-"""A neural ODE (diffrax): learn what drives a spiral from pictures of its paths."""
+"""A neural ODE (diffrax): learn the field that drives a spiral from paths through it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from scipy.integrate import solve_ivp
 import eqxshard
 
 TIMES = np.linspace(0, 8, 40, dtype=np.float32)
-WINDOW = 10  # Times in a piece of a path to learn from.
+WINDOW = 10  # The number of times in a piece of a path, from which the field learns.
 SHOWN = 5
 
 
@@ -36,7 +36,7 @@ def solve(field, start, times):
 
 
 def spiral(y):
-    """The field that is to be found, at points of shape (count, 2)."""
+    """The field to learn, at points of shape (count, 2)."""
     return y**3 @ np.array([[-0.1, -1.0], [1.0, -0.1]])
 
 
@@ -58,7 +58,7 @@ def metric_fn(field, batch):
 
 
 def make_paths(count, seed):
-    """Paths from points around the middle, by SciPy: data need no devices."""
+    """Paths from points around the middle, by SciPy, which needs no devices."""
     rng = np.random.default_rng(seed)
     angle = rng.uniform(0, 2 * np.pi, count)
     radius = rng.uniform(0.6, 1.4, count)
@@ -74,7 +74,7 @@ def make_paths(count, seed):
 
 
 def cut(path, generator):
-    """A piece of a path, another one in every epoch: short ones are easier to follow."""
+    """A piece of a path, another one in every epoch: short ones are easier to learn."""
     first = generator.integers(len(TIMES) - WINDOW + 1)
     return {"path": path[first : first + WINDOW]}
 

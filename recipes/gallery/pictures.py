@@ -34,7 +34,7 @@ _STYLE: Any = {
 def figure(
     path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (6.4, 3)
 ) -> Iterator[np.ndarray]:
-    """Axes to draw on, saved at the end, by the first of several processes."""
+    """Axes to draw on; the first process saves them at the end."""
     with matplotlib.rc_context(_STYLE):
         drawn = Figure(figsize=size, layout="constrained")
         yield drawn.subplots(rows, columns, squeeze=False)
@@ -43,7 +43,7 @@ def figure(
 
 
 def save_images(path: Path, images: np.ndarray) -> None:
-    """Save bytes of shape (rows, columns, height, width), or with 3 colours, as a table."""
+    """Save bytes of shape (rows, columns, height, width), or with 3 colours, as a grid."""
     rows, columns, height, width, *colors = images.shape
     whole = np.moveaxis(images, 2, 1).reshape(rows * height, columns * width, *colors)
     if jax.process_index() == 0:
@@ -51,7 +51,7 @@ def save_images(path: Path, images: np.ndarray) -> None:
 
 
 def save_guesses(path: Path, batch: Any, logits: Any, names: list[str]) -> None:
-    """Save 24 images with what a model takes them for: green if it is right."""
+    """Save 24 images with the names that a model guesses: green if it is right."""
     guesses = np.asarray(logits).argmax(axis=-1)
     with figure(path, 3, 8, size=(7, 3.2)) as axes:
         examples = zip(axes.flat, batch["image"], batch["label"], guesses)

@@ -28,7 +28,7 @@ def push(cart, action):
 
 
 def play(policy, cart, choose):
-    """An episode: what the cart was like, what it did, and whether the pole still stood."""
+    """An episode: the states of the cart, its actions, and if the pole still stands."""
 
     def step(carry, time):
         cart, stood = carry
@@ -80,7 +80,7 @@ def make_carts(count, seed):
 
 
 def draw(path, history, episodes):
-    """How long the pole stood during training, and what trained carts do."""
+    """Draw how long the pole stood during training, and its angles at the end."""
     reports = [line for line in history if "train/length" in line]
     steps = [report["step"] for report in reports]
     lengths = [report["train/length"] for report in reports]

@@ -91,7 +91,7 @@ def make_optimizer(steps):
 
 @dataclass(frozen=True)
 class Args:
-    """Train a ResNet on 32x32 images in colour: Fashion-MNIST, painted, or CIFAR-10."""
+    """Train a ResNet on 32x32 images in colour: Fashion-MNIST, coloured, or CIFAR-10."""
 
     run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64, save_every=400)
     images: Images = Images()

@@ -1,4 +1,4 @@
-"""A recurrent network that reads garments row by row, and says what it believes so far."""
+"""A recurrent network that reads garments row by row, and guesses after each row."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,7 @@ def predict(model, batch):
 
 
 def augment(image, key):
-    """Crop an image after padding it by 3, and mirror every second one."""
+    """Pad an image by 3 pixels, crop it at random, and mirror it with probability 1/2."""
     where, side = jax.random.split(key)
     corner = jax.random.randint(where, (2,), 0, 7)
     cropped = jax.lax.dynamic_slice(jnp.pad(image, 3), corner, (28, 28))
@@ -89,7 +89,7 @@ def metric_fn(model, batch):
 
 
 def save_augmented(path, images):
-    """The images, and below each what three epochs may make of it."""
+    """Save the images, and below each three random crops of it."""
     epochs = [augment_all(images, key) for key in jax.random.split(jax.random.key(0), 3)]
     save_images(path, np.stack([images, *epochs]))
 

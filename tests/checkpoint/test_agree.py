@@ -1,4 +1,4 @@
-"""Two processes that agree on what one of them found; the other one is pretended."""
+"""Two processes that agree on the result of one of them; the other one is simulated."""
 
 import json
 
@@ -24,7 +24,7 @@ def exchange(value):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Has a process 1, in which a function raises an error, or nothing, do the same."""
+    """Pretend a process 1 that does the same, in which a function may raise an error."""
 
     def pretend(error):
         theirs = _agree.Outcome(error=error).told()

@@ -71,7 +71,7 @@ def saved(state, step):
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_the_first_of_equals_stays_when_all_are_saved(tmp_path, mode):
-    """As after each epoch; and after a resume."""
+    """Each epoch ends with a save; the same holds after a resume."""
     options: dict = {"max_to_keep": 1, "best": "eval/score", "mode": mode}
     state, better = new_state(), 1.5 if mode == "max" else -1.5
     values = [float("nan"), 1.0, 1.0, 1.0, better, better, 1.0]

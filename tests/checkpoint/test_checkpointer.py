@@ -109,7 +109,7 @@ def test_leaves_of_the_model_that_differ_are_named(checkpoints):
     assert "model.last.weight is float32[4,32] there, not float32[5,32]" in says
     assert "model.permutation is int32[8] there, not float32[8]" in says
     assert "model.first.weight" not in says
-    # Those of the optimizer's state are counted.
+    # The arrays of the optimizer's state are only counted.
     assert "; and 9 more; use the model" in says and "opt_state" not in says
 
 

@@ -45,7 +45,7 @@ def test_damage_is_named(folder, damage, says):
 
 
 def test_files_that_were_added_do_not_count(folder):
-    # As users, the Finder of macOS, editors and network file systems leave them.
+    # Users, the Finder of macOS, editors and network file systems leave such files.
     (folder / "notes.txt").write_text("x")
     (folder / ".DS_Store").write_text("x")
     (folder / "below" / "._b.txt").write_text("x")

@@ -47,7 +47,7 @@ def later(state, step):
 
 
 def tree(folder):
-    """The texts of all files below a folder, and where links lead."""
+    """The texts of all files below a folder, and the targets of links."""
     found = {}
     for top, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -61,7 +61,7 @@ def tree(folder):
 
 
 def test_only_our_files_are_removed(tmp_path, checkpoints):
-    """However the user's got there, and whether checkpoints are old, damaged or cut off."""
+    """The user's files stay, also in old, damaged and unfinished checkpoints."""
     folder, archive = tmp_path / "disk" / "run", tmp_path / "archive"
     # The folder of a run may be a link to another disk.
     folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_only_our_files_are_removed(tmp_path, checkpoints):
         assert (folder / step / "notes.txt").read_text() == f"of {step}"
     left = [path for path in (folder / "5" / "state").rglob("*") if path.is_file()]
     assert left == [folder / "5" / "state" / "d" / "notes.txt"]
-    # The copy, and what is called like one, are not taken for good ones.
+    # The copy, and a folder with such a name, are not taken for good checkpoints.
     assert int(eqxshard.Checkpointer(root).restore(like()).step) == 8
 
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_not_written_over_what_is_not_ours(tmp_path, kind):
     )
     with pytest.raises(OSError, match=says):
         checkpointer.wait()
-    # What is left of the checkpoint that was cut off goes.
+    # The rest of the unfinished checkpoint is removed.
     left = {folder / "1" / "state", *(folder / "lock",)} if kind == "notes" else set()
     assert tree(other) == before[0]
     assert {*map(str, left)} <= tree(folder).keys() <= before[1]
@@ -263,7 +263,7 @@ def test_damage_is_found_and_the_one_before_is_used(checkpoints, tmp_path_factor
 
 
 def same_lines(one, other):
-    """Whether all files are the same, except for the ends of lines."""
+    """True if all files are the same, except for the ends of lines."""
     return all(
         (one / file).read_text("latin-1").strip()
         == (other / file).read_text("latin-1").strip()
@@ -307,7 +307,7 @@ def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kin
 def test_a_read_that_fails_is_tried_again_and_is_not_damage(
     checkpoints, tmp_path, monkeypatch, times
 ):
-    """As a network file system fails for a while."""
+    """A network file system may fail for a while."""
     folder, fails = copied(checkpoints, tmp_path), itertools.count()
 
     def read(file):
@@ -414,7 +414,7 @@ def test_arrays_that_cannot_be_decoded_are_damage_though_the_digests_are_right(
     checkpointer.claim_run(8, make_loader())
 
 
-# Damage that only who reads arrays can see
+# Damage that is only seen when arrays are read
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +465,7 @@ def test_chunks_that_cannot_be_read_are_not_damaged(large, monkeypatch, times):
 
     def read(*args):
         if next(fails) < times:
-            # As TensorStore says EIO.
+            # TensorStore's message for EIO.
             raise ValueError("UNKNOWN: Error reading x: Input/output error [source x]")
         return read_part(*args)
 

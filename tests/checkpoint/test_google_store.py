@@ -23,7 +23,7 @@ for package in ("gcp_storage_emulator", "gcsfs"):
         pytest.skip(reason, allow_module_level=True)
 pytestmark = [
     pytest.mark.slow,
-    # Of the server's client, in its own threads.
+    # The server's client warns in its own threads.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -39,7 +39,7 @@ def link():
         address = f"http://127.0.0.1:{link.port}"
         m.setenv("TENSORSTORE_GCS_HTTP_URL", address)
         m.setenv("STORAGE_EMULATOR_HOST", address)
-        # Or gcsfs would ask Google itself what kind of bucket it is.
+        # Otherwise gcsfs would ask Google itself for the kind of bucket.
         m.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         yield link
 

@@ -54,7 +54,7 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
         says = rf"{folder} is in use by process {process.pid} on {host} since 20.*; wait"
         with pytest.raises(ValueError, match=says):
             fit(folder, train_step)
-        # What the other is about to write is left alone.
+        # The files that the other is about to write are left alone.
         left = CheckpointFolder(folder)
         left.make(7)
         left.end()
@@ -99,7 +99,7 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
 @pytest.mark.parametrize("was_ours", [False, True])
 @pytest.mark.parametrize("kind", ["link", "text", "empty"])
 def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours):
-    """Nor is it written to through a link."""
+    """It is not written to through a link either."""
     folder, thesis = tmp_path / "run", tmp_path / "thesis"
     text = "" if kind == "empty" else "all of it"
     thesis.write_text(text)
@@ -115,7 +115,7 @@ def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours)
     state = eqx.tree_at(lambda s: s.step, new_state(), jnp.int32(1))
     checkpointer.save(state)
     if kind == "empty" and was_ours:
-        # As one of ours is that a full disk left empty.
+        # A full disk leaves a lock of ours empty, too.
         checkpointer.wait()
         return
     says = "has 'lock', which eqxshard did not write|; give a folder that can be written to"
@@ -126,7 +126,7 @@ def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours)
 
 @pytest.mark.slow
 def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
-    """Such as a data worker that was forked, and outlives its parent."""
+    """A forked data worker, for example, may outlive its parent."""
     code = OTHER.replace(
         "sys.stdin.read()", "import os; os.fork() or sys.stdin.read(); os._exit(0)"
     )

@@ -33,7 +33,7 @@ class Net(eqx.Module):
 
 
 class Renamed(eqx.Module):
-    """The same with layers for blocks, and with something more."""
+    """The same model, with `layers` for `blocks` and one more field."""
 
     first: eqx.nn.Linear
     layers: list[eqx.nn.Linear]
@@ -77,7 +77,7 @@ def arrays(state):
 
 
 def assert_made_of(restored, saved, fresh, sources):
-    """Bit for bit: of what was saved, `sources` by path; else as if new."""
+    """Equal bit for bit to the saved arrays in `sources`, by path, and else to new ones."""
     saved, fresh = arrays(saved), arrays(fresh)
     for path, leaf in arrays(restored).items():
         if path in sources:

@@ -30,7 +30,7 @@ pytest.importorskip("moto", reason="the server is not installed; run nox -s stor
 pytest.importorskip("s3fs", reason="s3fs is not installed; run nox -s stores")
 pytestmark = [
     pytest.mark.slow,
-    # Of the server's client, in its own threads.
+    # The server's client warns in its own threads.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

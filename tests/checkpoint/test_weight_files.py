@@ -1,4 +1,4 @@
-"""Several files with an index, and what is none of these."""
+"""Several files with an index, and files that are neither."""
 
 import json
 

@@ -121,7 +121,7 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, options, says):
 
 def test_an_interrupted_save_leaves_what_was_there(tmp_path):
     def interrupt(path, array):
-        if path == "norm" and array.any():  # And not when only shapes are asked for.
+        if path == "norm" and array.any():  # Zeros only ask for shapes.
             raise KeyboardInterrupt
         return outward(path, array)
 
@@ -160,9 +160,9 @@ def test_two_that_write_one_file_leave_the_whole_of_one(tmp_path):
 
 
 def test_the_host_holds_one_array_at_a_time(tmp_path):
-    # Split over devices: what is whole on one CPU is the host's memory already.
+    # Split over devices: a whole array on one CPU is in the host's memory already.
     there = jax.NamedSharding(make_mesh("data=2,fsdp=4"), jax.P(None, "fsdp", "data"))
-    # Two of each, because an array may keep what was fetched of it once.
+    # Two of each, because an array may keep the copy that was fetched of it.
     first, model = (
         {"up": jax.device_put(jnp.ones((16, 256, 256)), there)} for _ in range(2)
     )
@@ -175,7 +175,7 @@ def test_the_host_holds_one_array_at_a_time(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # A few layers of sixteen, and what JAX keeps of its programs.
+    # A few of the sixteen layers, and the memory of JAX's programs.
     assert peak - before < model["up"].nbytes / 4
     # Others may read it, if they may read other files.
     (tmp_path / "other").touch()

@@ -19,7 +19,7 @@ from eqxshard.checkpoint import compare_weights
 
 _ = file, mlp  # Fixtures.
 
-#: All that safetensors and JAX both have.
+#: The dtypes that safetensors and JAX both have.
 TYPES = (
     *("bool", "bfloat16", "float16", "float32", "float64", "complex64"),
     *("float8_e4m3fn", "float8_e5m2"),
@@ -212,7 +212,7 @@ def test_a_state_takes_loaded_weights_over_without_a_copy(mlp, file):
 
     state = init(load)
     assert addresses(state.model) == read
-    # The optimizer begins at what was loaded.
+    # The optimizer begins at the loaded weights.
     assert_equal(eqxshard.ema_model(state), mlp)
     before = addresses((state.step, state.model, state.opt_state))
     assert len(set(before)) == len(before)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training continues, and failures of that."""
+"""Checkpoints that are written while training continues, and failures to write."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from eqxshard.checkpoint import _folder, _writer
         (lambda s: s.model.first.bias, jnp.nan, "model.first.bias"),
         (lambda s: s.model.first.bias, jnp.inf, "model.first.bias"),
         (lambda s: s.opt_state[0].mu.first.bias, jnp.nan, "opt_state.0.mu.first.bias"),
-        # Such as the best loss so far.
+        # An infinity may be intended, such as the best loss so far.
         (lambda s: s.opt_state[0].mu.first.bias, jnp.inf, None),
     ],
 )
@@ -131,7 +131,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_logged(
     lines = [r.message for r in caplog.records if r.name.startswith("eqxshard")]
     assert {*lines} == {"old checkpoints could not be removed: Directory not empty."}
     assert checkpointer.steps() == [3]
-    # What is left of it does not keep a later run from saving.
+    # The rest of old checkpoints does not keep a later run from saving.
     again = eqxshard.Checkpointer(tmp_path)
     state = again.restore(like())
     eqxshard.fit(state, train_step, make_loader(), steps=4, checkpointer=again)

@@ -11,5 +11,5 @@ def trained_alone(tmp_path_factory):
 
 @pytest.fixture
 def one_process(trained_alone):
-    """What one process reports by step."""
+    """The reports of one process, by step."""
     return dict(trained_alone)

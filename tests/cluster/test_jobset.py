@@ -17,7 +17,7 @@ def jobset():
 
 
 def is_known(jobset):
-    """Whether a client made from JobSet's schema keeps all fields: it drops others."""
+    """True if a client made from JobSet's schema keeps all fields: it drops others."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     return models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() == jobset
 

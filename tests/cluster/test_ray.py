@@ -35,7 +35,7 @@ def run():
             loss = metrics.compute()["loss"]
             return jax.process_count(), mesh.size, loss, jax.process_index()
 """
-#: What the recipe runs, in this machine's own Ray.
+#: The script that the recipe runs, in a Ray of this machine's own.
 SCRIPT = f"""{RUN}
 from pathlib import Path
 
@@ -53,12 +53,12 @@ import ray, runpy
 ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
 runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 """
-#: No statistics for Ray's makers.
+#: Ray sends no statistics to its makers.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 
 def results(tmp_path, *command, **settings):
-    """What `run` returned in each process."""
+    """The results of `run` in each process."""
     settings = {**os.environ, **SETTINGS, **QUIET, **settings}
     command = [sys.executable, *map(str, command)]
     done = subprocess.run(command, capture_output=True, text=True, env=settings)

@@ -39,7 +39,7 @@ def slurm():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where jobs are submitted: it looks like a checkout, and gets their runs and logs."""
+    """The folder to submit jobs from: like a checkout, with their runs and logs."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
 

@@ -95,7 +95,7 @@ def test_what_the_loop_over_layers_reduces_is_of_layers(found):
         if op.in_loop and op.kind in ("all-reduce", "reduce-scatter")
         for path in causes.leaves(op)
     }
-    # And not the embedding, each row of which has the dims of a bias of a layer.
+    # The embedding is not named, though each of its rows has the dims of a layer's bias.
     assert "blocks.mlp.up" in named
     assert {path.split(".")[0] for path in named} == {"blocks"}
 

@@ -15,7 +15,7 @@ from eqxshard.compiled._hlo import parse_module
 from eqxshard.testing import collectives
 
 HEAD = "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
-#: What each device of a group of four sends, in bytes.
+#: The bytes that each device of a group of four sends.
 SENT = {
     "all-gather": ("f32[64]", 64 * 3),
     "reduce-scatter": ("f32[64]", 256 * 3),

@@ -46,7 +46,7 @@ def test_loops_may_start_anywhere_and_take_any_steps(start, stop, step):
     text = jax.jit(count).lower(X).compile().as_text() or ""
     for shown in (text, text.replace("known_trip_count", "other")):
         counts = list(products(parse_module(shown)).values())
-        # What never runs may be gone.
+        # A compiler may remove code that never runs.
         assert counts == [len(range(start, stop, step))] or (start > stop and not counts)
 
 

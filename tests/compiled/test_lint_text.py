@@ -1,4 +1,4 @@
-"""Broken steps that the compiled text tells of, and sound ones like them."""
+"""Broken steps that lint finds in the compiled text, and sound ones like them."""
 
 import equinox as eqx
 import jax
@@ -147,7 +147,7 @@ def test_sums_and_pairs_of_examples_are_no_global_batch(loss_fn):
 
 
 def test_a_loop_of_jax_over_layers():
-    """Of a step of ours, it is no finding."""
+    """In a step of ours, it is no finding."""
     assert lint(lambda key: Stack(key, ours=False), batch=WIDE, fsdp=8) == ()
 
     def step(model, x):

@@ -252,7 +252,7 @@ def test_what_no_loader_can_use_is_refused_with_a_remedy(unannotated, case):
     with pytest.raises(kind, match=says) as caught:
         take(eqxshard.Loader(source, mesh=mesh_of(count=4), **options), 8)
     assert isinstance(caught.value, ON_PURPOSE)
-    # One sentence what is wrong, and what to do.
+    # One sentence says what is wrong, and what to do.
     assert re.search(r"; .*\.", str(caught.value))
 
 
@@ -264,7 +264,7 @@ def test_a_dataset_that_is_finite_ends_a_run_with_a_remedy(train_step):
     with pytest.raises(eqxshard.UsageError, match=says) as caught:
         eqxshard.fit(new_state(), train_step, loader, steps=4)
     assert int(caught.value.state.step) == 3  # pyright: ignore[reportAttributeAccessIssue]
-    # As it says.
+    # The remedy of the error works.
     batches = rows.repeat().to_iter_dataset().batch(8)
     loader = eqxshard.Loader(batches, mesh=mesh_of(count=8))
     assert int(eqxshard.fit(new_state(), train_step, loader, steps=4).step) == 4

@@ -163,7 +163,7 @@ def test_generated_images_are_like_those_of_fashion_mnist():
     assert image.shape == (5_000, 28, 28) and image.dtype == np.uint8
     assert label.dtype == np.int32 and len(set(label[:100])) == 10
     np.testing.assert_array_equal(np.bincount(label), [500] * 10)
-    # Classes can be told from means, and not all of them.
+    # Means tell some classes apart, but not all.
     means = np.stack([image[label == i].mean(axis=0) for i in range(10)])
     test = synthetic("test", size=500).arrays
     distances = ((test["image"][:, None] - means) ** 2).sum(axis=(2, 3))

@@ -48,7 +48,7 @@ def test_another_batch_than_the_first_is_an_error(change, says, prefetch):
     ):
         with pytest.raises(ValueError, match=f"batch of step 2 is not .* step 0: .*{says}"):
             take(loader)
-        # Neither does another iterator begin anew.
+        # Another iterator does not begin anew either.
         loader.seek(5)
         with pytest.raises(ValueError, match=f"batch of step 5 is .* step 0: .*{says}"):
             take(loader)

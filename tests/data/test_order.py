@@ -57,7 +57,7 @@ def test_the_state_tells_samplers_apart():
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_order_can_be_entered_anywhere_however_long_it_is(prefetch, monkeypatch):
     batches = read(loader_of(numbers(61), epochs=2))
-    # As if these were too many to make an epoch as a whole.
+    # Pretend that these are too many to make an epoch as a whole.
     monkeypatch.setattr(_order, "_WHOLE_ROWS", 10)
     loader = loader_of(numbers(61), epochs=2, prefetch=prefetch)
     assert read(loader) == batches

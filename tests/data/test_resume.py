@@ -103,7 +103,7 @@ def by_hand(way, processes=1):
 
 
 def assert_read_once(folder, way, processes=1):
-    """The batches are those that were meant, and have no example twice in an epoch."""
+    """The batches are the expected ones, and have no example twice in an epoch."""
     batches = read_in(folder)
     if way == "arrays":
         epochs = [batches[i : i + 7] for i in range(0, STEPS, 7)]
@@ -207,7 +207,7 @@ class Counting:
 
 
 class Position:
-    """Where it is."""
+    """The number of the next batch."""
 
     def __init__(self):
         self.step = 0

@@ -1,4 +1,4 @@
-"""Loaders of anybody's batches."""
+"""Loaders of batches that somebody else makes."""
 
 import itertools
 import json
@@ -120,7 +120,7 @@ def test_an_iterator_with_a_state_continues_there(prefetch, capsys):
     again = stream(batches, prefetch=prefetch)
     again.restore(position)
     assert firsts(again, 2) == [3, 4] and min(read) == 3
-    # Of one of the last steps, the state is still known.
+    # The states of the last steps are still known.
     read.clear()
     again.seek(4)
     assert firsts(again, 2) == [4, 5] and min(read) == 4

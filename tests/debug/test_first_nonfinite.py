@@ -56,7 +56,7 @@ def find(
     explicit: bool = False,
     **options: Any,
 ) -> FirstNonfinite | None:
-    """What is found in a first step on four devices."""
+    """The result of `first_nonfinite` for a first step on four devices."""
     mesh = make_mesh(explicit)
     where: dict[str, Any] = {"mesh": mesh, "rule": RULE}
     state = eqxshard.init_state(
@@ -87,7 +87,7 @@ def predict(model: Any, batch: Any) -> Any:
 
 
 class Root(eqx.Module):
-    """A layer that makes NaN of what is negative."""
+    """A layer that makes NaN of negative numbers."""
 
     weight: jax.Array
 

@@ -50,7 +50,7 @@ def compile_layers(devices, sizes, *, packed=False, window=None, seq=SEQ, remat=
 
 
 def calls(compiled):
-    """How many calls of cuDNN go forward and backward, and the shapes of queries."""
+    """The numbers of cuDNN's calls forward and backward, and the shapes of queries."""
     found = re.findall(
         r"= \(bf16(\[[\d,]+\]).*custom_call_target=\"__cudnn\$fmha(\w*)",
         compiled.as_text() or "",
@@ -66,8 +66,8 @@ def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
     compiled = compile_layers(gpus, sizes, packed=packed)
     assert calls(compiled) == (1, 1, {f"[{rows},{heads},{SEQ},{DIM}]"})
     assert testing.collectives(compiled).times == {}
-    # Nothing for each two positions, such as a residual of what is compiled elsewhere,
-    # but for a mask that all heads share.
+    # No array has an element for each pair of positions, as residuals elsewhere have,
+    # except for a mask that all heads share.
     squares = re.findall(rf"\w+\[([\d,]*){SEQ},{SEQ}\]", compiled.as_text() or "")
     assert set(squares) <= ({f"{rows},1,", f"{rows},"} if packed else set())
 
@@ -87,7 +87,7 @@ def test_memory_of_packed_documents_grows_with_the_sequence(gpus):
         assert calls(compiled)[0] > 0
         assert testing.collectives(compiled).times == {}
         assert not re.search(rf"\w\[[\d,]*{seq},{seq}\]", compiled.as_text() or "")
-    # As much more for each token.
+    # Each token adds the same memory.
     first, second = temporary[1] - temporary[0], temporary[2] - temporary[1]
     assert second == pytest.approx(2 * first, rel=0.05)
 

@@ -59,11 +59,11 @@ def compile_step(devices, kind, *args, **options):
 
 
 def check_step(compiled, state):
-    """It reuses the memory of its state, and nothing passes through the host."""
+    """Check that a step reuses its state's memory, and sends nothing through the host."""
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= bytes_per_device(state)
     assert memory.host_temp_size_in_bytes == 0
-    # Memory of the host, and what would wait for it.
+    # Memory of the host, and operations that would wait for it.
     found = re.search(r"S\(5\)|infeed|outfeed|callback|MoveTo", compiled.as_text())
     assert not found, found
 
@@ -136,7 +136,7 @@ def test_activations_may_wait_in_the_memory_of_the_host(gpus):
     kind = (make_model, *TOKENS[1:])
     compiled, _ = compile_step(gpus, kind, RULE, sizes, precision=precision)
     memory = compiled.memory_analysis()
-    # Of each token in a layer: queries, keys and values, and two more products. (Nothing
+    # For each token in a layer: queries, keys and values, and two more products. (Nothing
     # needs the last one again.)
     kept = 2 * (32 // 8) * 16 * (3 * 32 + 32 + 64)
     assert memory and memory.host_temp_size_in_bytes == 2 * kept

@@ -81,9 +81,9 @@ def test_llama_8b_on_eight_gpus(gpus):
     ops = collectives(lowered.compile()).ops
     for op in ops:
         for dtype, dims in map(dtype_and_dims, op.shapes):
-            # Nothing of all examples, but their tokens.
+            # No array has all examples, except for their tokens.
             assert dtype == "s32" or not {BATCH, shape.seq_len} <= set(dims), op
-            # Nothing of all layers.
+            # No array has all layers.
             assert dims[:1] != [shape.layers] or math.prod(dims[1:]) < 1e6, op
     gathered = [op for op in ops if op.kind == "all-gather" and "bf16" in op.shapes[0]]
     # The table of the input, that of the output, and in each layer its matrices.

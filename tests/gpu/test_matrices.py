@@ -1,4 +1,4 @@
-"""Muon on an 8B model with few layers, compiled for H200s: what it sends beside AdamW."""
+"""Muon on an 8B model of few layers, for H200s: its communication beside AdamW's."""
 
 import dataclasses
 from collections import Counter

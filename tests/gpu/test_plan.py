@@ -80,7 +80,7 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
     for kind in ("all-gather", "reduce-scatter"):
         named = {x for each in in_layers if each.kind == kind for x in each.leaves}
         assert {"blocks.attention.qkv", "blocks.mlp.down", "blocks.mlp.up"} <= named
-        # No array outside the loop that has the dims of a layer's.
+        # No array outside the loop has the dims of a layer's array.
         assert {path.split(".")[0] for path in named} == {"blocks"}
     assert plan.time is not None and plan.time.waiting is not None
     assert plan.time.links["fsdp"] > plan.time.waiting["fsdp"] > 0

@@ -152,7 +152,7 @@ def test_a_placed_model_needs_no_mesh_and_rule(unannotated):
 def test_nothing_is_placed():
     # A petabyte.
     tree = {"w": jax.ShapeDtypeStruct((2**24, 2**24), jnp.float32), "f": jax.nn.relu}
-    gc.collect()  # Of arrays of earlier tests, which would be missing afterwards.
+    gc.collect()  # Arrays of earlier tests would be missing afterwards.
     before = len(jax.live_arrays())
     explanation = eqxshard.explain(tree, make_mesh(), eqxshard.fsdp())
     assert explanation.bytes_per_device == 2**48
@@ -180,7 +180,7 @@ def test_it_prints_as_a_table():
 
 
 def test_what_is_made_to_be_printed_is_shown_as_it_prints():
-    """By a notebook, and by Python: not as the dataclass that it is."""
+    """Notebooks and Python show it as text, not as a dataclass."""
     explanation = eqxshard.explain(Model(), make_mesh(), RULE)
     assert repr(explanation) == str(explanation)
     for kind in (

@@ -1,4 +1,4 @@
-"""Which device holds which block of an array: as text, and as an SVG."""
+"""Pictures of the devices that hold each block of an array: as text, and as an SVG."""
 
 from xml.etree import ElementTree
 

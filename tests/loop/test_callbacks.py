@@ -16,7 +16,7 @@ from eqxshard.loop._step_metrics import Report
 
 
 class Events(Callback):
-    """Notes every call."""
+    """Records every call."""
 
     def __init__(self, every=None, name=""):
         self.every = every
@@ -38,7 +38,7 @@ class Events(Callback):
     def close(self, error=None):
         self.seen.append(f"{self.name}close")
 
-    # As a tracker.
+    # It is also a tracker.
     def log(self, step, values):
         self.seen.append(f"log {step}")
 

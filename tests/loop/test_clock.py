@@ -1,4 +1,4 @@
-"""Where the time of a run goes: by a clock that is told, and in real runs."""
+"""The time of a run by its parts: by a clock that is told, and in real runs."""
 
 import sys
 from contextlib import closing
@@ -157,7 +157,7 @@ def test_the_parts_of_a_run_add_up_to_what_is_printed(now, takes, tmp_path, monk
         trackers=[tracker],
         callbacks=[SlowCallback(takes)],
     )
-    # Reports have what came before them, and the last words say the same as all of them.
+    # A report has the times before it; the last line has the sums of all reports.
     assert [step for step, _ in tracker.lines] == [2, 4]
     found = all_times(tracker)
     assert (
@@ -195,14 +195,14 @@ def test_a_run_that_an_error_ends_tells_its_time(takes, capfd):
             trackers=[recorder],
         )
     assert [step for step, _ in recorder.lines] == [4]
-    # Of 4 steps, and 4 batches.
+    # The seconds of 4 steps, and of 4 batches.
     assert all_times(recorder) == near(data=40, compile=3, dispatch=9, other=2)
     said = "goodput 17 % of 54.0 s | data 74 % | compile 6 % | other 4 %\n"
     assert capfd.readouterr().err == f"compiling the train step ...\n{said}"
 
 
 class Weight(np.ndarray):
-    """Notes when somebody waits for it."""
+    """Records when somebody waits for it."""
 
     name = ""
 

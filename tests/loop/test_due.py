@@ -13,7 +13,7 @@ def schedule(
     interval=None,
     stop=None,
 ):
-    """What is due in a run of 10 steps that saves every `interval` steps."""
+    """The work that is due in a run of 10 steps, with a save every `interval` steps."""
     checkpointer = interval and Checkpointer("never written", save_every=interval)
     stop = stop or Stop(False)
     calls = lambda step: None  # noqa: E731

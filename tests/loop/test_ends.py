@@ -163,7 +163,7 @@ def run_into(error, checkpointer):
     step, loader = fails_fifth(error), make_loader()
     with pytest.raises(type(error)) as caught:
         eqxshard.fit(state, step, loader, steps=6, checkpointer=checkpointer)
-    # What cannot be read is not handed back.
+    # A state that cannot be read is not handed back.
     assert not hasattr(caught.value, "state")
     return caught.value.__notes__
 
@@ -255,7 +255,7 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
         fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
     assert "the state of step 3 could not be saved: the checkpoint of" in caplog.text
     assert_equal(caught.value.state, fit(3))  # pyright: ignore
-    # Nor is the state lost if the last checkpoint is the error.
+    # The state is not lost either if saving the last checkpoint is the error.
     with pytest.raises(OSError, match="No space left on device") as full_disk:
         fit(3, checkpointer=checkpointer)
     assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
@@ -341,7 +341,7 @@ def test_hang_seconds_does_not_end_the_search(monkeypatch):
             # The next look begins in the search.
             assert looks.acquire(timeout=60)
             passed[0] += 1000
-            # It may have begun before this, but the second has not, and has ended.
+            # The first look may have begun before this; the second began later, and ended.
             for _ in range(3):
                 assert looks.acquire(timeout=60)
 
@@ -377,7 +377,7 @@ NOT_FINITE = "its loss, a gradient or its update was not finite. "
 
 
 def squares(model, batch, key):
-    """For a step of its own, which also takes many steps in one dispatch."""
+    """Losses for a step of its own, which also takes many steps in one dispatch."""
     return loss_fn(model, batch, key)
 
 
@@ -393,13 +393,13 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
     )
     assert caplog.messages == [f"2 of 6 steps were skipped, {bad_row}"]
     assert loader.state()["step"] == 6
-    # Those of earlier starts count, too, but for a start that takes no step.
+    # Skipped steps of earlier starts count, too, unless this start takes no step.
     state = eqxshard.Checkpointer(tmp_path).restore(fresh(loss_fn=squares)[0])
     for epochs in (2, 2):
         checkpointer, step = eqxshard.Checkpointer(tmp_path), fresh(loss_fn=squares)[1]
         state = eqxshard.fit(state, step, loader, epochs=epochs, checkpointer=checkpointer)
     assert caplog.messages[1:] == [f"4 of 12 steps were skipped, {bad_row}"]
-    # The part of a run whose steps before are not known.
+    # A part of a run whose earlier steps are not known.
     state, step = fresh(loss_fn=squares)
     state = eqxshard.fit(state, step, make_loader(), steps=8)
     eqxshard.fit(state, step, loader, steps=9)
@@ -408,7 +408,7 @@ def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
 
 
 def logarithm(model, batch, key):
-    """NaN for an example that is finite."""
+    """Losses that are NaN for a finite example."""
     return loss_fn(model, batch, key) + jnp.log(batch["x"][:, 0] + 2)
 
 

@@ -194,7 +194,7 @@ class ClosesWithoutError:
 
 
 ONCE: dict = {"steps": 1}
-#: What `fit` refuses before it begins: options, the type of the error and what it says.
+#: Options that `fit` refuses before it begins, the type of the error and its text.
 MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "neither": ({}, ValueError, "exactly one"),
     "both": ({"steps": 1, "epochs": 1}, ValueError, "exactly one"),

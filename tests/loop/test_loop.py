@@ -1,4 +1,4 @@
-"""What callbacks see of a run, and what they ask of it."""
+"""The view that callbacks have of a run, and their requests."""
 
 import equinox as eqx
 import pytest

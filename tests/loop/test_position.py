@@ -1,4 +1,4 @@
-"""Checkpoints keep what was read of a loader, by loops of one's own and by `fit`."""
+"""Checkpoints keep a loader's position, in loops of one's own and in `fit`."""
 
 from contextlib import closing
 from itertools import count, islice
@@ -204,7 +204,7 @@ def test_fit_refuses_the_position_of_a_loop_that_read_otherwise(train_step, tmp_
     options: dict = {"steps": 3, "checkpointer": checkpointer}
     with pytest.raises(ValueError, match=says):
         eqxshard.fit(state, train_step, make_loader(), **options)
-    # As the error says.
+    # The remedy of the error works.
     options["checkpointer"] = eqxshard.Checkpointer(tmp_path / "fit")
     state = eqxshard.fit(state, train_step, make_loader(), **options)
     assert int(state.step) == 3

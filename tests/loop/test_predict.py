@@ -124,7 +124,7 @@ def mean(model, batch):
     return {"mean": batch["x"].mean()}
 
 
-#: The model, the function, options of the loader, and what is said.
+#: The model, the function, options of the loader, and the error.
 REFUSED = {
     "state": (lambda state: state, outputs, {}, r"give it state\.model"),
     "drop": (lambda state: state.model, outputs, {"remainder": "drop"}, "96 of 100 exam"),

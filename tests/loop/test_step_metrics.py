@@ -49,7 +49,7 @@ def test_a_report_has_the_means_since_the_last_one():
 def test_the_speed_is_without_the_call_that_compiled():
     recorder, clock = Recorder(), Clock()
     report = Report([recorder], clock, Steps(1, 4))
-    # As after a compile of an hour.
+    # Pretend that compiling took an hour.
     clock.totals["compile"] = 3600.0
     report._training_since -= 3600.0
     for step in (1, 2, 3):

@@ -112,7 +112,7 @@ def test_with_an_offset_among_the_keys(seq, offset, window):
     attend = jax.jit(ft.partial(attention, causal=True, window=window))
     results = [attend(*arrays[:3], offset=jnp.asarray(offset))]
     assert_close(results, [expected])
-    # What comes after is not read, even if it is not a number.
+    # Later keys and values do not matter.
     q, k, v = arrays[:3]
     late = jnp.arange(600)[:, None, None] >= seq + offset
     k, v = jnp.where(late, 7.0, k), jnp.where(late, 1e30, v)

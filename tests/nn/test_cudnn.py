@@ -1,6 +1,6 @@
-"""Without a GPU: that cuDNN is chosen where it can be, and what is compiled elsewhere.
+"""Without a GPU: cuDNN is chosen where it can be, and other code is compiled elsewhere.
 
-What is compiled for GPUs is tested in gpu/test_attention.py.
+Programs for GPUs are tested in gpu/test_attention.py.
 """
 
 import functools as ft
@@ -49,7 +49,7 @@ def on_mesh():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn, on_mesh):
     assert CALL in primitives(attention, *arrays(dtype)[:3])
-    # Not if it could not compute it.
+    # cuDNN cannot compute these.
     for other in (arrays(jnp.float32), arrays(dtype, dim=12)):
         assert CALL not in primitives(attention, *other[:3])
 
@@ -138,7 +138,7 @@ def test_their_operands_are_in_the_order_of_jax(packed, cudnn, as_scripts_run):
         lowered = (
             jax.jit(both).trace(*args, grad, *mask).lower(lowering_platforms=("cuda",))
         )
-        # Numbers of other values depend on what else is computed.
+        # The numbers of other values depend on the rest of the program.
         text = re.sub(r"%\d+", "%", lowered.as_text())
         return re.findall(r"custom_call (@__cudnn.*?)\((.*?)\)", text)
 
@@ -227,7 +227,7 @@ def test_long_sequences_of_documents_are_exact(documents, options, how, like_cud
         program = with_gradients(attend).lower(*args).compile()
     assert_close(program(*args), expected, 2**-6)
     assert testing.collectives(program).ops == ()
-    # Of two chunks, and of all three.
+    # Keys of one, of two and of all three chunks.
     assert {704, 1408, 2112} <= {*like_cudnn}
 
 

@@ -64,7 +64,7 @@ def test_bars_and_legends_have_sizes_and_shares():
     crumb = Part("c", "crumb", 0.1, "0.1 B")
     page = parse(draw_bar([*PARTS, crumb], 200, limit=50))
     styles = {x.attributes["class"]: x.attributes["style"] for x in page.find_all("span")}
-    # What would not be seen is not drawn.
+    # A part that is too small to see is not drawn.
     assert styles == {
         "fill a": "width:30.000%",
         "fill b": "width:20.000%",

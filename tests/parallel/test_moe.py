@@ -70,7 +70,7 @@ def test_outputs_and_gradients_equal_the_reference(mesh, case):
 def test_a_batch_equals_the_reference_per_device(name, case):
     k, capacity = CASES[case]
     x, logits = make_inputs(scale=3.0)
-    # Of one device alone, all tokens want three experts: it takes all rounds.
+    # On one device alone, all tokens want the same three experts, which takes all rounds.
     logits[0, :, [3, 5, 11]] += 100
     args = (make_arrays(), x, logits)
     result = batch_on(name, case)[0](*args)

@@ -192,7 +192,7 @@ def of_layers(fn):
     return pipeline(Apply(jnp.ones(2), fn), X, microbatches=2)
 
 
-#: A word of what is said, the call, and the mesh.
+#: A word of the error, the call, and the mesh.
 MISTAKES: dict[str, tuple[Any, dict[str, int]]] = {
     "8 layers do not divide over stage=3; use a mu": (sized, dict(stage=3)),
     "a batch of 24 .* 4 devices, .* use a multiple of 16 examples, or fewer microbatches": (

@@ -60,7 +60,7 @@ def largest(program):
 
 
 def sent(program):
-    """How many bytes each device sends by each kind of collective."""
+    """The bytes that each device sends, by the kind of collective."""
     found = Counter()
     for op in testing.collectives(program).ops:
         found[op.kind] += op.bytes * (op.times or 0)

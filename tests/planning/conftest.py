@@ -10,7 +10,7 @@ from eqxshard.planning import Plan
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """Of a transformer of two layers, on eight devices."""
+    """The plan of a transformer of two layers, on eight devices."""
     return eqxshard.plan(
         Transformer,
         next_token_losses,

@@ -18,7 +18,7 @@ H200, TPU, CPU = map(Target.named, ("h200", "tpu-v5p", "cpu"))
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """No compilers, but those that a test puts there."""
+    """A folder without compilers, except those that a test puts there."""
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
     without = [x for x in sys.path if not Path(x, "jax_plugins").exists()]
     monkeypatch.setattr(sys, "path", without)

@@ -21,14 +21,14 @@ H200 = Target.named("h200")
 
 @pytest.fixture
 def dump(tmp_path):
-    """Where the compiler for CPUs would have written the step's text."""
+    """A folder with a text, as the compiler for CPUs would write that of the step."""
     text = "ENTRY %main () -> f32[] {\n  ROOT %zero = f32[] constant(0)\n}\n"
     (tmp_path / PARTITIONED).write_text(text)
     return tmp_path
 
 
 def plan_mlp(dump, target=H200, **changes):
-    """By this process, but for the text."""
+    """A plan by this process, with the text in `dump`."""
     given: dict[str, Any] = {
         "make_model": lint_helpers.MLP,
         "loss_fn": lint_helpers.square_losses,
@@ -109,6 +109,6 @@ def test_forward_and_backward_gathers_of_a_weight_are_two(plan):
         for each in plan.collectives
         if each.kind == "all-gather" and each.leaves == (up.path,)
     ]
-    # One layer of the two, all of it.
+    # One whole layer of the two.
     layer = 4 * up.bytes_per_device // 2
     assert gathers == [(layer, 2), (layer, 2)]

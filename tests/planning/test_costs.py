@@ -153,7 +153,7 @@ def test_of_a_stack_of_layers_only_one_is_read_and_written():
     costs = Costs(module)
     by_name = {x.name: costs.bytes(x) for x in module.computations["main"]}
     assert by_name["x"] == 0
-    assert by_name["read"] == 2 * 400 + 4  # And the index.
+    assert by_name["read"] == 2 * 400 + 4  # The 4 bytes are the index.
     assert by_name["write"] == 2 * 400 + 4
     assert by_name["sum"] == 3 * 1600
 

@@ -1,4 +1,4 @@
-"""How long work takes about: by hand, and by the runs that others published."""
+"""Estimates of how long work takes: by hand, and by runs that others published."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""A plan is made of the step that training runs: what is lowered for it is the same."""
+"""A plan is made of the step that training runs: both lower the same program."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ MLP = dict(
 
 
 def convolve(model, batch, key):
-    """With a kernel for each channel, which XLA does not split by itself."""
+    """A convolution with a kernel for each channel, which XLA does not split by itself."""
     x = batch["x"].reshape(-1, 8, 8, 1) * jnp.ones(4)
     kernel = model.up[:9, :4].reshape(3, 3, 1, 4)
     dims = ("NHWC", "HWIO", "NHWC")

@@ -69,7 +69,7 @@ def test_operations_are_those_counted_by_hand(monkeypatch, tmp_path):
         nonfinite="ignore",
         backend="cpu",
     )
-    # Two products forward, two for the weights, one for what the second layer takes.
+    # Two products forward, two for the weights, one for the second layer's input.
     assert plan.flops == {"float32": 5 * 2 * 512 * 64 * 256 / 2}
     assert plan.time is not None and plan.time.compute > 0
     assert not [*tmp_path.iterdir()]

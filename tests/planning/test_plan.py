@@ -63,7 +63,7 @@ def test_what_devices_repeat_counts_once(plan):
 
 
 def test_what_is_computed_again_counts_for_hfu_alone(plan):
-    # Of a device at the peak: 0.2 s of the model in a step of 1 s, and 0.3 s in all.
+    # A device at its peak takes 0.2 s for the model in a step of 1 s, and 0.3 s for all.
     peak = plan.target.flops["bfloat16"]
     time = PlannedTime(1.0, 0.3, 0.1, {}, {}, PlannedTime(2.0, 0.6, 0.2, {}, {}))
     flops, of_model = {"bfloat16": 0.3 * peak}, {"bfloat16": 0.2 * peak}

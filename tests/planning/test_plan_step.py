@@ -152,7 +152,7 @@ def test_lint_of_functions_that_are_not_ours():
     assert findings.keys() == {"constant", "callback", "global-batch"}
     assert "over rows" in findings["global-batch"].message
     assert findings["global-batch"].leaf == "batch['x']"
-    # Of one that is lowered only the text is there.
+    # A lowered step has only its text.
     of_text = eqxshard.lint(step.lower(params, batch))
     assert {each.kind for each in of_text} == {"global-batch"}
 

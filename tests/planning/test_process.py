@@ -1,4 +1,4 @@
-"""The process that compiles: what is raised for a user's mistake, and when it fails."""
+"""The process that compiles: its errors for a user's mistake, and when it fails."""
 
 import re
 import traceback

@@ -1,4 +1,4 @@
-"""What is read of texts that are written by hand."""
+"""Reading of compiled texts that are written by hand."""
 
 import pytest
 
@@ -28,7 +28,7 @@ SCATTER, SUM = ("reduce-scatter", "f32[8,32]"), ("all-reduce", "f32[32,32]")
 def test_a_sum_of_which_each_device_keeps_a_part_is_scattered_but_on_cpus(found, lines):
     named = "".join(f"  %v{number} = {line}\n" for number, line in enumerate(lines))
     module = parse_module(f"{HEAD}{named}}}\n")
-    # What each device does alone is no communication.
+    # A device that reduces alone does not communicate.
     (operation,) = find_operations(module, 8, "cpu")
     assert (operation.kind, *map(str, operation.shapes)) == found
     (operation,) = find_operations(module, 8, "gpu")

@@ -149,7 +149,7 @@ def test_links_of_a_host_and_the_network_carry_collectives_at_once():
     )
 
 
-#: Of hosts of four devices.
+#: Hosts have four devices.
 LINKS = dataclasses.replace(Target.named("h200"), link=100.0, network=10.0, per_host=4)
 SIZE = 4 * 1024
 
@@ -181,7 +181,7 @@ def test_inside_a_host_only_its_links_count_and_beyond_it_the_network():
 
 
 def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
-    """By hand, for H200s: ports of 50 GB/s, NVLink of 450."""
+    """Counted by hand, for H200s: ports of 50 GB/s, NVLink of 450 GB/s."""
     h200 = Target.named("h200")
     # Each device sends 63 of 64 parts over NVLink; eight ports share 7/8 of the whole.
     nvlink, ports = 63 / 64 / 450e9, 7 / 8 / 8 / 50e9
@@ -191,7 +191,7 @@ def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
     slow = dataclasses.replace(h200, network=25e9)
     halved = seconds("all-gather", "[1,64]<=[64]", slow, 64)
     assert halved == pytest.approx(2 * SIZE * ports)
-    # Of a hybrid, each device has a port for its own part, and sends it twice but for 1/8.
+    # In a hybrid, each device has a port for its own part, and sends it twice but for 1/8.
     across = seconds("all-reduce", "[8,8]<=[8,8]T(1,0)", h200, 64)
     assert across == pytest.approx(2 * SIZE * 7 / 8 / 50e9)
     # Nobody needs the network inside of a host; beyond it, it is not free.

@@ -4,5 +4,5 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def devices():
-    """Start all of them, before a recipe asks for fewer and starts only those."""
+    """Start all devices, before a recipe asks for fewer and starts only those."""
     assert jax.device_count() == 8

@@ -1,4 +1,4 @@
-"""Writes `golden/`: tiny models of `transformers`, and what they compute.
+"""Writes `golden/`: tiny models of `transformers`, and their outputs.
 
     python tests/recipes/make_gpt_golden.py
 

@@ -1,4 +1,4 @@
-"""The job files: what they request, and the commands of `ssh.sh`.
+"""The job files: their requests, and the commands of `ssh.sh`.
 
 `tests/cluster` runs them on real schedulers.
 """

@@ -1,6 +1,6 @@
 """The recipe for Fashion-MNIST: its options, its data, and that every model learns.
 
-What it does by `eqxshard.train` and `eqxshard.cli` is tested in tests/run.
+`eqxshard.train` and `eqxshard.cli`, which it uses, are tested in tests/run.
 """
 
 import gzip
@@ -57,7 +57,7 @@ def small(monkeypatch):
 
 
 def run(*options, **settings):
-    """The same in a process of its own."""
+    """Runs the recipe in a process of its own; returns the same."""
     return finished([sys.executable, SCRIPT, *options], env=environment(**settings))
 
 

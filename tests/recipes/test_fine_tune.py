@@ -28,7 +28,7 @@ def is_definition(node):
 
 @pytest.fixture(scope="module")
 def page():
-    """What the page defines, without what it runs."""
+    """The definitions on the page, without the rest of its code."""
     blocks = re.findall(r"(<!-- .* -->\n)?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     code = "\n".join(block for not_run, block in blocks if not not_run)
     tree = ast.parse(code)
@@ -70,7 +70,7 @@ def make_tokens(page):
 
 
 def gpt2(arrays, tokens, depth, heads):
-    """As in its paper and in its first code, in float64."""
+    """GPT-2 as in its paper and in its first code, in float64."""
 
     def get(name):
         return arrays[name].astype(np.float64)

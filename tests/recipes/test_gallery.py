@@ -78,7 +78,7 @@ def test_cifar_is_read_from_its_binary_files(tmp_path):
 
 # Runs
 
-#: What is smaller in tests, of the constants at the top of a recipe.
+#: Constants at the top of recipes that are smaller in tests.
 SMALL = {
     "resnet": {"WIDTHS": "(8, 8)"},
     "vit": {"WIDTH": "16", "HEADS": "2", "DEPTH": "2"},
@@ -87,8 +87,8 @@ SMALL = {
     "gan": {"LATENT, WIDTH": "8, 4"},
     "reinforce": {"TIME": "60"},
 }
-#: The steps of a short run, what it reports, the pictures that it draws, and between what
-#: the mean of the second half is, divided by that of the first.
+#: The steps of a short run, a metric that it reports, the pictures that it draws, and the
+#: bounds of that metric's mean in the second half, divided by that in the first.
 RUNS = {
     "resnet": (16, "loss", ["guesses"], (0, 0.99)),
     "vit": (16, "loss", ["guesses", "augmented"], (0, 0.99)),

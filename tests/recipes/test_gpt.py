@@ -16,7 +16,7 @@ from run_helpers import ROOT, assert_refused, call, read_lines
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 SCRIPT = ROOT / "recipes" / "gpt.py"
-#: Relative; what float32 rounding makes of losses after twenty steps of Adam.
+#: The relative error of losses in float32 after twenty steps of Adam.
 ROUNDING = 2e-5
 
 
@@ -32,7 +32,7 @@ def main(monkeypatch, capsys):
     return partial(call, capsys, monkeypatch, SCRIPT)
 
 
-#: A mesh, and what is changed of the tiny shape.
+#: A mesh, and the changes to the tiny shape.
 MESHES = [
     ("fsdp=4,context=2", {"layers": 2}),
     ("stage=2,data=4", {}),
@@ -95,7 +95,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(
         assert line["eval/perplexity"] == pytest.approx(expected, rel=1e-5)
     reports = [line for line in lines if "train/loss" in line]
     assert all(line["tokens_per_second"] > 0 for line in reports)
-    # What a CPU can compute at most is not in the table.
+    # The peak of a CPU is not in the table.
     assert not any("mfu" in name for line in lines for name in line)
     # Nothing is left to train.
     status, out, err = main(*options, "--resume", "yes", "--sample", "the quick ")
@@ -127,7 +127,7 @@ MISTAKES = {
     "--sample hello": "there is no checkpoint",
     "--tokenizer t.json": "whose tokens are its bytes; give --data a folder that",
     "--tokenizer nowhere.json --sample hello": "there is no nowhere.json",
-    "--tokenizer words.txt --sample hello": "words.txt is not a tokenizer of Hugging",
+    "--tokenizer words.txt --sample hello": "words.txt is not a Hugging Face tokenizer",
     "--weights nowhere": "nowhere",
 }
 

@@ -100,7 +100,7 @@ def test_mistakes(model, options, message):
 
 
 def test_a_cache_that_holds_tokens_already_ends_the_text():
-    """Under jit nobody knows how many there are."""
+    """Under jit, their number is not known."""
     one = jnp.ones((1, 3, 1, 4))
     taken = KVCache.empty((1, 4, 1, 4)).append(one, one)
 

@@ -55,7 +55,7 @@ def logits_of(model, tokens, positions, segments):
 @eqx.filter_jit
 @eqx.filter_value_and_grad
 def loss_of(model, batch):
-    """The mean over all targets, which the losses are the means of rows of."""
+    """The mean loss over all targets; `losses` are means over rows."""
     counts = jnp.sum(batch["targets"] >= 0, -1)
     losses = model.losses(**batch)
     return jnp.sum(losses * counts) / jnp.sum(counts)
@@ -88,7 +88,7 @@ def test_logits_and_gradients_are_those_of_transformers(models, kind, name, tmp_
 
 
 def reads_back(folder, kind):
-    """The logits of what transformers makes of a folder, for the packed documents."""
+    """The logits of the model that transformers reads, for the packed documents."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     golden, _ = batch_of(kind, "packed")
     same = golden["segments"][:, :, None] == golden["segments"][:, None, :]

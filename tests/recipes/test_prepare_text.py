@@ -1,4 +1,4 @@
-"""Preparation of text, and the language model recipe on what it writes."""
+"""Preparation of text, and the language model recipe on prepared text."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def files(tmp_path, monkeypatch):
         show_progress=False,
     )
     tokenizer.train_from_iterator(DOCUMENTS, trainer)
-    # A published one may cut what it encodes.
+    # A published tokenizer may cut texts.
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
     tokenizer.save("published.json")
@@ -87,7 +87,7 @@ def test_text_keeps_its_line_ends_and_loses_byte_order_marks(files, capsys, monk
 
 
 def content(folder):
-    """The files below a folder and what is in them, and its folders."""
+    """The files below a folder, their contents, and the folders."""
     paths = sorted(Path(folder).rglob("*"))
     return [(path, path.is_file() and path.read_bytes()) for path in paths]
 
@@ -105,7 +105,7 @@ def test_what_is_there_is_never_touched(files, capsys, monkeypatch):
         assert_refused(refused, f"there is a {name}; delete it, or give another --output")
     refused = prepare(capsys, monkeypatch, "--output", "a.txt/b/out")
     assert_refused(refused, "a.txt is not a folder; give another --output")
-    # Also beside the output, and no folder is left of what failed.
+    # Also beside the output: a failure leaves no folder behind.
     for name in ("new/folder/out", "mine/out"):
         refused = prepare(capsys, monkeypatch, "--output", name, more=["bad.jsonl"])
         assert_refused(refused, "line 1 of bad.jsonl is not a document")
@@ -157,7 +157,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(files, capsys, monkeypatch):
     only = ("c.jsonl", "--tokenizer", "published.json")
     assert_refused(call(capsys, monkeypatch, PREPARE, *only), "there is no text")
     refused = prepare(capsys, monkeypatch, "--tokenizer", "a.txt")
-    assert_refused(refused, "a.txt is not a tokenizer of Hugging Face")
+    assert_refused(refused, "a.txt is not a Hugging Face tokenizer")
     assert {*Path().iterdir()} == before
     # A blank line is no document.
     assert prepare(capsys, monkeypatch, more=["c.jsonl"])[0] == 0

@@ -5,7 +5,7 @@ from run_helpers import SCRIPT, call
 
 @pytest.fixture(scope="session", autouse=True)
 def devices():
-    """Those of all tests; else a script would simulate one per core of this machine."""
+    """The devices of all tests; else a script would simulate one per core."""
     assert jax.device_count() == 8
 
 

@@ -17,7 +17,7 @@ from run_train_helpers import train
 import eqxshard
 
 EXAMPLES, EPOCHS = 90, 4
-#: What each start has, and the step after which it is stopped: within an epoch, but for
+#: The settings of each start, and the step that stops it: within an epoch, but for
 #: the last one.
 STARTS = [
     ({"batch_size": 16, "devices": 2}, "adam", 4),
@@ -100,7 +100,7 @@ def train_by_hand(seen, ends):
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_batches_optimizer_and_mesh(tmp_path, capsys, caplog):
-    """As one by hand with the same examples; the order of an epoch is the loader's."""
+    """It ends like a run by hand with the same examples, in the loader's order."""
     seen, ends = examples_of_steps()
     allowed: dict[str, Any] = {"missing": "init", "unused": "drop"}
     epochs = np.sort(np.concatenate(seen).reshape(EPOCHS, EXAMPLES))

@@ -1,4 +1,4 @@
-"""What a script prints, and the status that it ends with."""
+"""The output of a script, and its exit status."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_the_last_line_is_what_main_returns(script, tmp_path):
     assert (
         before == f"metrics, checkpoints and a page, index.html, are in {tmp_path / 'run'}"
     )
-    # What the script was called with is recorded.
+    # The arguments of the script are recorded.
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     own = {"model": "small", "optimizer": "adam", "learning_rate": None}
     assert own.items() <= summary["settings"].items()
@@ -64,7 +64,7 @@ def run_main(monkeypatch, capsys):
     """Runs a main function; returns its status, stdout and stderr."""
 
     def run(main, args_type):
-        # It is for all of the process, and so for other tests.
+        # The cache would be for the whole process, and so for other tests.
         monkeypatch.setattr("eqxshard.run._cli._cache_compiled", lambda: None)
         with pytest.raises(SystemExit) as stop:
             eqxshard.cli(main, args_type, args=[])
@@ -126,7 +126,7 @@ def test_help_groups_options_and_shows_defaults(script):
 # Mistakes
 
 
-#: What tyro says, in words of its own.
+#: Errors in tyro's own words.
 REFUSED = {
     "--epochs ten": "Error parsing --epochs",
     "--modle small": "Perhaps you meant",
@@ -180,7 +180,7 @@ def test_a_bug_has_its_traceback_without_our_frames(script, fail):
     frames = re.findall(r'  File "(.*)", line \d+, in (.*)', err)
     own = [name for file, name in frames if file == str(SCRIPT)]
     assert own[0] == "main" and own[-1] == function
-    # Those of Python, or of a library that raised it, are the others.
+    # The other frames are Python's, or those of the library that raised the error.
     hidden = [str(Path(str(x.__file__)).parent) + os.sep for x in (eqxshard, jax, eqx)]
     assert not any(file.startswith((*hidden,)) for file, _ in frames)
     assert f"\n{line}" in err and "JAX has removed" not in err
@@ -319,7 +319,7 @@ def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out) == (130, ""), err
     assert err.splitlines()[-2:] == [GOES_ON, "stopped."] and "Traceback" not in err
-    # It stopped after a step, of which everything is kept.
+    # It stopped after a step, which is logged and saved.
     assert read_lines(tmp_path / "run")[-1]["step"] == saved(tmp_path)[-1]
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -344,7 +344,7 @@ def test_ctrl_c_before_the_first_step(tmp_path):
     # With what other tests have compiled, the first step would be done at once.
     cold = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     with start(tmp_path / "run", **cold) as process:
-        # Which the progress bar prints; then the first step is compiled.
+        # The progress bar prints this; then the first step is compiled.
         read_until(process, process.stderr, "small on 2 x cpu")
         err = interrupt(process)
     assert process.returncode == 130, err

@@ -113,7 +113,7 @@ def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
 
 def test_what_a_finished_run_has_written_stays_as_it_is(copy, monkeypatch):
     before = files(copy)
-    # Nor is there a moment without it.
+    # Files are replaced and not removed, so there is no moment without one.
     monkeypatch.setattr("pathlib.Path.unlink", full)
     train(copy, resume("auto"))
     after = files(copy)

@@ -118,7 +118,7 @@ def test_a_plan_is_beside_what_was_measured(page):
 
 
 def test_the_plan_of_this_version_is_understood():
-    """What it reads is what a plan writes."""
+    """The page reads what a plan writes."""
     names = {field.name for field in dataclasses.fields(Plan)}
     names |= {"examples_per_second", "mfu"}
     assert make_plan().keys() <= names

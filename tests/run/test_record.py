@@ -161,7 +161,7 @@ def test_what_is_logged_is_kept_once(folder, caplog):
 
 @pytest.mark.slow
 def test_where_nobody_else_shows_them_they_are_shown():
-    """In a process without pytest, whose handlers would."""
+    """The process has no pytest, whose handlers would show them."""
     code = """if True:
         import logging, warnings
         from eqxshard.run._heard_warnings import hearing_warnings

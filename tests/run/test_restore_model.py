@@ -49,7 +49,7 @@ def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
     with pytest.raises(ValueError, match=r"with mode='min', or step= the one"):
         restore_model(MAKE, config=config)
     assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)
-    # The largest loss is not what the run kept.
+    # The run did not keep the largest loss.
     with pytest.raises(ValueError, match=r"kept the min of eval/loss; give best="):
         restore_model(MAKE, config=config, best="eval/loss", mode="max")
     assert_equal(restore_model(MAKE, output, best="eval/loss"), run.state.model)
@@ -61,7 +61,7 @@ def constant(model, batch):
 
 @pytest.mark.parametrize("best", ["eval/accuracy", "train/loss"])
 def test_the_best_that_is_announced_is_on_disk(tmp_path, best):
-    """Where all are equal, after a resume; and where reports between may be better."""
+    """Also if all are equal, after a resume; and if reports between may be better."""
     options: dict = {"metric_fn": constant, "make_optim": make_sgd, "best": best}
     kept: dict = {"batch_size": 16, "devices": 1, "log_every": 1, "save_every": 3}
     for resume, epochs in (("no", 1), ("auto", 6)):

@@ -90,7 +90,7 @@ def test_a_run_starts_over_and_leaves_the_files_of_others(finished, copy, capsys
     # Nothing of the earlier run is lost to a mistake.
     assert "'eval/loss'" in refusal(copy, config, best="eval/los")
     assert files(copy) == before
-    # Nor if a checkpoint has to stay, as one in an archive has.
+    # The same if a checkpoint has to stay because it is in an archive.
     step, archive = (
         copy / "checkpoints" / str(saved_steps(copy)[0]),
         copy.parent / "archive",
@@ -182,7 +182,7 @@ def test_steps_in_place_of_epochs_are_one_change():
 
 
 def test_a_resumed_run_says_the_same_everywhere(copy, capsys):
-    """Of the start that goes on, on other devices: terminal, log, page, summary."""
+    """It resumes on other devices; terminal, log, page and summary agree."""
     config = dataclasses.replace(resume("yes"), devices=4)
     result = train(copy, config, epochs=3, best="eval/loss", mode="min")
     _, err = capsys.readouterr()

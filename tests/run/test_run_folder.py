@@ -83,7 +83,7 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
     assert default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
     assert default_folder(None) == "runs/fashion_mnist"
-    # As in a notebook, and with `python -c`.
+    # Like a notebook, and `python -c`.
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     for argv in ([""], ["-c"], ["/lib/ipykernel_launcher.py", "-f", "kernel.json"]):
         monkeypatch.setattr(sys, "argv", argv)

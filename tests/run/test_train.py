@@ -1,4 +1,4 @@
-"""`train` without a command line: what it returns, writes and refuses."""
+"""`train` without a command line: its result, its files and its errors."""
 
 import dataclasses
 import importlib.util

@@ -21,7 +21,7 @@ RESUME = dataclasses.replace(CONFIG, resume="yes")
 
 
 class Lines:
-    """The examples of `make_data`, with their numbers; it counts what is read."""
+    """The examples of `make_data`, with their numbers; it counts reads."""
 
     def __init__(self, examples=EXAMPLES, seed=0):
         self.arrays = make_data(examples, seed).arrays

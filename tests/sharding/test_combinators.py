@@ -71,7 +71,7 @@ def test_combined_rules_split_as_much_as_each_alone(shape, split, min_size, fsdp
     if whole.size >= min_size and any(n % fsdp_size == 0 for n in left):
         expected //= fsdp_size
     assert math.prod(place.shard_shape(shape)) == expected
-    # What was split over tensor stays split as it was.
+    # Arrays that were split over tensor stay split as they were.
     used = [axes for axes in place.spec if axes]
     assert all(axes[0] == "tensor" for axes in used if isinstance(axes, tuple))
 

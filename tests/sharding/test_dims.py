@@ -65,7 +65,7 @@ def test_other_leaves_may_be_missing():
         (Float[Array, "a b"] | Array, zeros(3, 2), "a b"),
         (PRNGKeyArray, jax.eval_shape(lambda: jax.random.key(0)), ""),
         (PRNGKeyArray, zeros(2, dtype=jnp.uint32), "_"),
-        # One of any dims.
+        # One of the two has any dims.
         (Up | Array, zeros(3), None),
         # The best fit, and the first of equals.
         (Float[Array, "c"] | Float[Array, "a b"], zeros(5, 3, 2), "layers a b"),
@@ -182,7 +182,7 @@ def layers(draw):
 
 
 def stack(case):
-    """As `eqx.filter_vmap` does: one more leading dim on every array."""
+    """Add a leading dim to every array, as `eqx.filter_vmap` does."""
 
     def more(dims):
         known = tuple(dim for dim in dims if dim != "layers")

@@ -179,7 +179,7 @@ def test_by_dim_splits_a_transformer(stacked):
 
 
 class Careless(eqx.Module):
-    """With annotations of too many dims, of a name that nothing defines, and of both."""
+    """Annotations with too many dims, with a name that nothing defines, and with both."""
 
     head: nn.Linear
     delta: Float[Array, " state"]
@@ -208,7 +208,7 @@ def test_a_wrong_annotation_is_an_error_only_where_the_rule_needs_it():
     rule = eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"}))
     with pytest.warns(UserWarning, match=r"Careless\.delta: 'state' has more dims"):
         found = careless(rule)
-    # What lies below a name that nothing defines has names of its own.
+    # Arrays below a name that nothing defines have names of their own.
     split = {"head.weight", "lost.0.weight", "renamed.weight"}
     assert {path for path, spec in found.items() if spec == P(None, "tensor")} == split
     assert all(found[path] == P() for path in found.keys() - split)

@@ -70,7 +70,7 @@ def test_a_size_that_is_no_number(unannotated):
 
 @dataclass(frozen=True)
 class Chip:
-    """As much of a device as a mesh needs."""
+    """A stand-in for a device, with the attributes that a mesh needs."""
 
     id: int
     process_index: int

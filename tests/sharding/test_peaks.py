@@ -1,4 +1,4 @@
-"""The table of what devices can compute: by their names, and by dtype."""
+"""The table of devices' peaks: by their names, and by dtype."""
 
 from types import SimpleNamespace
 

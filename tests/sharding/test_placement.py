@@ -125,7 +125,7 @@ def loss_with(spec):
 
 
 def train_step_and_state(spec, width=32):
-    """For the loss with this spec, and a model of this width."""
+    """A step and a state for the loss with this spec, and a model of this width."""
     mesh, rule, optim = make_mesh(fsdp=1, tensor=4), eqxshard.replicate(), optax.sgd(0.1)
 
     def make_model(key):
@@ -182,7 +182,7 @@ def test_axes_that_code_is_per_device_along_are_left_out(spec):
         out_specs=P("fsdp"),
         axis_names={"fsdp"},
     )
-    # Of four rows, which do not divide over `fsdp` once more.
+    # Four rows, which do not divide over `fsdp` once more.
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
     np.testing.assert_allclose(jax.jit(along_fsdp)(x), np.sin(x), rtol=1e-5)
     text = jax.jit(along_fsdp).lower(x).compile().as_text() or ""

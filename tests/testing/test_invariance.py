@@ -144,7 +144,7 @@ MISTAKES = {
     gradient_that_is_not_summed: r"step 1: the gradient of weight \(and 1 more\) differs "
     r"between devices that .* no psum or pmean",
     learning_rate_from_a_counter: rf"step 1: model.weight .*{BY} .* look at the optimizer",
-    loss_that_magnifies_rounding: rf"step 2 of all in a row: the loss {BY} .* magnifies",
+    loss_that_magnifies_rounding: rf"step 2, with all steps .* the loss {BY} .* magnifies",
 }
 
 #: One of each kind of difference is quick: before a step, in one, and after several.

@@ -51,7 +51,7 @@ def locked(tmp_path):
 
 
 def changes(lock, *args, **options):
-    """The lines of a difference, which ends with what to do."""
+    """The lines of a diff, which ends with the remedy."""
     with pytest.raises(AssertionError, match="run this test once with EQX") as error:
         lock(*args, **options)
     head, *lines, _ = str(error.value).splitlines()

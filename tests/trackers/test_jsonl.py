@@ -162,6 +162,6 @@ def test_only_so_many_lines_wait(tmp_path, monkeypatch, caplog):
             tracker.log(step, {"train/loss": 1.0})
     assert len(tracker.waiting) == 3
     (record,) = caplog.records
-    assert "3 lines wait for it; those of later steps are dropped" in record.getMessage()
+    assert "3 lines wait for it; lines of later steps are dropped" in record.getMessage()
     tracker.close()
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 2, 3]

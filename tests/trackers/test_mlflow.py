@@ -7,7 +7,7 @@ from loop_helpers import make_loader, run
 import eqxshard
 from eqxshard.trackers import Image, MLflow
 
-# Of SQLAlchemy, which MLflow's database is made with.
+# SQLAlchemy warns, which MLflow's database is made with.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -155,7 +155,7 @@ def test_total_steps_must_be_positive():
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What a cell displays, each thing in its place, as IPython has it."""
+    """The displays of a cell, each in its place, as IPython keeps them."""
     things: list = []
 
     class Handle:

@@ -48,7 +48,7 @@ def records(file):
 
 
 def read(folder, wandb):
-    """Of each time that a run was started: its id, config, history by step, exit code."""
+    """For each start of a run: its id, config, history by step, and exit code."""
     wandb.teardown()  # Its own process may still be writing.
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         found = {"history": {}}

@@ -83,7 +83,7 @@ def test_an_error_says_what_the_batch_was_at_the_users_line(kind, mistake):
     found = [x.name for x in frames(error) if x.filename == __file__]
     assert [name for name in found[1:] if name != "<lambda>"] == names
     ours = [x.name for x in frames(error) if x.filename.startswith(HIDDEN)]
-    assert ours == ["__call__"]  # That of the step.
+    assert ours == ["__call__"]  # The frame of the step.
 
 
 def test_an_error_for_users_is_left_as_it_is():

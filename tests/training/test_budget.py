@@ -90,7 +90,7 @@ def flops(compiled):
 
 @pytest.fixture
 def frames_of(monkeypatch):
-    """How many functions of ours a call enters, and how deep they are nested."""
+    """The number of functions of ours that a call enters, and how deep they nest."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("_frames").frames_of
 
@@ -124,7 +124,7 @@ def test_few_frames_are_between_a_call_and_the_users_loss(options, unannotated):
 
     state, train_step = start(2, loss_fn=seen, **options)
     train_step(state, batch())
-    # One more for the loop over microbatches.
+    # The loop over microbatches adds one.
     assert max(traces) <= 11 + ("accumulate" in options)
     assert len(traces) == 1
 

@@ -1,4 +1,4 @@
-"""How the arrays of a state are made: each by a small program of its own."""
+"""The arrays of a state are made by small programs, one for each."""
 
 import equinox as eqx
 import jax
@@ -35,7 +35,7 @@ def cut(key):
 
 
 def entangled(key):
-    """The first and the last share a draw, and the last needs what is made of the first."""
+    """The first and the last share a draw, and the last needs a result of the first."""
     whole = normal(key, (64, 64))
     first = whole * 2
     second = jnp.sin(first)
@@ -144,7 +144,7 @@ tripled.defjvp(lambda x, dx: (tripled(*x), dx[0] * 3))
 
 
 def test_what_differs_in_anything_is_not_shared():
-    """In a number, a constant, a parameter, or in those of a function inside."""
+    """They differ in a number, a constant or a parameter, also of an inner function."""
     numbers = [1.0, 2.0, 0.0, -0.0]
     rows = [np.full((64, 64), value, np.float32) for value in (3.0, 4.0)]
     different: list = [lambda x, by=by: x * by for by in numbers + rows]

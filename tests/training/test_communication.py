@@ -1,4 +1,4 @@
-"""What the devices of a step send each other for the layers of Equinox."""
+"""The communication of steps with the layers of Equinox."""
 
 import jax
 import pytest

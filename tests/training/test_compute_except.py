@@ -49,7 +49,7 @@ class Timed(eqx.Module):
 
 
 def by_hand(model, x, time):
-    """The same in NumPy's order, where nothing knows of steps."""
+    """The model in plain JAX, which knows nothing of steps."""
     x = x + jnp.sin(time * model.rotary.table[:, 3]).astype(x.dtype)
     for weight, scale in zip(model.layers.weight, model.layers.scale):
         x = (jnp.tanh(weight @ x).astype(jnp.float32) * scale).astype(x.dtype)
@@ -78,7 +78,7 @@ def make(mesh, rule, patterns=EXCEPT, loss_fn=loss_fn, **options):
 
 
 def reference(model, batch):
-    """Loss and gradients in bfloat16, but for what is named."""
+    """Loss and gradients in bfloat16, except for the named arrays."""
     kept = lambda model: (model.rotary.table, model.layers.scale)  # noqa: E731
     half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)  # noqa: E731
 
@@ -98,7 +98,7 @@ def test_a_step_is_what_one_would_write_by_hand(mesh, rule, accumulate):
     loss, grads = reference(before, batch)
     state, metrics = step(state, make_batch())
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-2)
-    # Of another time, by 2 or more, everything is another.
+    # With a time that is off by 2 or more, the loss is quite different.
     rounded = batch["clock"]["time"].astype(jnp.bfloat16).astype(F32)
     other, _ = reference(before, {**batch, "clock": {"time": rounded}})
     assert abs(other - loss) > 0.1 * loss
@@ -123,7 +123,7 @@ def test_what_is_named_has_its_own_type_everywhere(mesh, rule):
 
     state, step = make(mesh, rule, loss_fn=looks)
     text = step.lower(state, make_batch()).as_text("hlo")
-    # Of the layers, one at a time is cast.
+    # The layers are cast one at a time.
     assert "bf16[16,16]" in text and "f32[16,40]" in text
     assert "bf16[16,40]" not in text and "bf16[16]" not in text
     precision = eqxshard.Precision(compute_except=(*EXCEPT, "not_here"))

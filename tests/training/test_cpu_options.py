@@ -16,7 +16,7 @@ FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
 @pytest.mark.versions
 @pytest.mark.slow
 def test_products_and_their_sums_are_right():
-    """XLA's own choice of what it hands to YNNPACK is wrong, and crashes."""
+    """XLA's own choice of products for YNNPACK is wrong, and crashes."""
     # At the optimization level of the other tests, it hands it less.
     env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     status, out, err = finished([sys.executable, SCRIPT], env=env, seconds=900)

@@ -101,7 +101,7 @@ def test_an_average_of_a_part_is_refused(part):
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_average_is_where_the_weights_are(rule, dtype):
-    """Wherever the optimizer's state is. The program that evaluates these takes it."""
+    """Wherever the optimizer's state is. One program evaluates weights and average."""
     optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.5)))
     precision = eqxshard.Precision(None, params=dtype)
 
@@ -119,7 +119,7 @@ def test_the_average_is_where_the_weights_are(rule, dtype):
     eval_step = eqxshard.make_eval_step(once(metric_fn))
     eval_step(state.model, make_batch())
     model = eqxshard.ema_model(state)
-    # Of a state that is on no mesh, too.
+    # It also works for a state that is on no mesh.
     on_host = arrays(eqx.filter(eqxshard.ema_model(jax.device_get(state)), eqx.is_array))
     found = arrays(eqx.filter(model, eqx.is_inexact_array))
     for path in found:
@@ -131,7 +131,7 @@ def test_the_average_is_where_the_weights_are(rule, dtype):
     on_one = eqx.nn.inference_mode(jax.device_put(model, jax.devices()[0]))
     plain = np.asarray(jax.vmap(on_one)(make_batch()["x"].astype(dtype)), np.float64)
     np.testing.assert_allclose(out, plain.mean(0), rtol=0.02, atol=0.02)
-    # Of other arrays than the weights, as a companion of the step that donates these.
+    # Its arrays are not those of the weights, which the step donates.
     to_average = eqxshard.make_train_step(
         lambda model, batch, key, extra: (
             loss_fn(model, batch, key) + 0 * loss_fn(extra, batch, key)
@@ -155,7 +155,7 @@ class Normed(eqx.Module):
 
 
 def test_statistics_of_inputs_are_computed_again_for_the_average():
-    """As the docstring of `ema_model` says: the state has those of the trained weights."""
+    """The state has those of the trained weights; the docstring of `ema_model` says so."""
 
     def apply(model: Any, model_state: Any, x: Any) -> Any:
         axes: dict = dict(in_axes=(0, None), out_axes=(0, None), axis_name="batch")
@@ -179,7 +179,7 @@ def test_statistics_of_inputs_are_computed_again_for_the_average():
     model_state = observe(averaged, state.model_state, x)
 
     def metric_fn(model, batch):
-        # Of the last layer's features alone, normalised.
+        # Only the normalised features of the last layer.
         model, model_state = model
         model = eqx.tree_at(lambda m: (m.norm.weight, m.norm.bias), model, ONE_ZERO)
         return {"out": apply(model, model_state, batch["x"])[0] ** 2}

@@ -69,7 +69,7 @@ def test_the_loss_of_several_steps_is_the_mean_by_loss_weight():
     for found, step in zip(metrics["loss"], range(3), strict=True):
         expected = np.average(losses[step], weights=weight.reshape(3, 32)[step])
         assert float(found) == pytest.approx(expected, rel=1e-5)
-    # Beside a batch that does not say.
+    # The next batch has no loss weights.
     state, train_step = make("data=8", "replicate", without_dropout, frozen)
     state, first = train_step(state, {**batches[0], "__loss_weight__": weight[:32]})
     _, second = train_step(state, batches[1])
@@ -196,7 +196,7 @@ def test_negative_weights_are_refused():
     batch = make_batch(weight=weight)
     refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
     placed = eqxshard.filter_shard(batch, batch_sharding(make_mesh()))
-    # Of arrays on the devices, only the first call of a step reads the weights.
+    # If arrays are on the devices, only the first call of a step reads the weights.
     with refused:
         train_step(state, batch)
     for made in (batch, placed):

@@ -1,4 +1,4 @@
-"""What a step can do, on Explicit axes as on Auto ones: the same losses, bit for bit."""
+"""Options of a step on Explicit axes: the same losses as on Auto ones, bit for bit."""
 
 import dataclasses
 import functools as ft
@@ -203,7 +203,7 @@ def test_constants_that_are_computed_while_tracing_need_set_mesh():
         def __call__(self, x, key=None):
             return self.rope(super().__call__(x)[None])[0]
 
-    # As if none were kept, which a model on other axes left.
+    # Clear the table, which a model on other axes may have left.
     nn._embedding.internal_rope_embedding_cache.clear()
     with pytest.raises(ValueError, match="AbstractMesh"):
         run(True, Rotated)

@@ -92,14 +92,14 @@ def same_memory(tree):
 
 
 def test_a_companion_may_have_the_memory_of_the_state():
-    """That is not donated, whenever it is given: XLA would end the process."""
+    """That memory is then not donated, because XLA would end the process."""
     train_step = eqxshard.make_train_step(to_teacher, OPTIM)
     state = state_on()
     # A new companion at each call.
     for _ in range(2):
         state, metrics = train_step(state, make_batch(), same_memory(state.model))
         assert metrics.compute()["loss"] == 0
-    # One that stays, and a state that is made of it later.
+    # A companion that stays, and a state that is made of it later.
     target = same_memory(state.model)
     kept = jax.device_get(eqx.filter(target, eqx.is_array))
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_companion_may_have_the_memory_of_the_state():
     assert metrics.compute()["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, kept, eqx.filter(target, eqx.is_array))
 
-    # Nor does a call that failed make a companion known.
+    # A call that failed does not make a companion known either.
     target = same_memory(state.model)
     with pytest.raises(KeyError, match="x"):
         train_step(state, {"z": make_batch()["x"]}, target)

@@ -39,7 +39,7 @@ def test_accumulation_is_exact_whatever_the_weights(mesh, rule, weight):
 
 
 class Normed(eqx.Module):
-    # What comes before a BatchNorm needs no bias: its gradient would be noise.
+    # A layer before a BatchNorm needs no bias: its gradient would be noise.
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
     last: eqx.nn.Linear

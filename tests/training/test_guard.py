@@ -92,7 +92,7 @@ def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
     after = arrays((state.model, state.opt_state))
     assert all(np.isfinite(x).all() for x in after.values() if x.dtype == np.float32)
     assert metrics.compute()["nonfinite"] == 1
-    if name != "an average":  # Whose second step is the first that overflows.
+    if name != "an average":  # Its second step is the first that overflows.
         for path, array in after.items():
             np.testing.assert_array_equal(array, before[path], err_msg=path)
 

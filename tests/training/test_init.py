@@ -169,7 +169,7 @@ def tied_twice(key):
 )
 @pytest.mark.parametrize("precision", [None, eqxshard.Precision(params=jnp.bfloat16)])
 def test_so_it_is_inside_of_jitted_functions_and_loops(make, precision):
-    """Where JAX makes two arrays of one."""
+    """There, JAX itself makes two arrays of one."""
     with pytest.raises(ValueError, match=r"layers.0.weight and layers.1.weight .*Shared"):
         eqxshard.init_state(
             make,

@@ -131,7 +131,7 @@ def test_integers_that_do_not_fit_are_refused_and_others_pass(dtype):
 def test_nothing_but_the_error_is_printed_of_rows_that_do_not_divide(kind, capfd):
     state, train_step = make("data=8", "replicate")
     batch = make_batch(30)
-    capfd.readouterr()  # Of what was compiled before, XLA may say what the machine lacks.
+    capfd.readouterr()  # XLA may warn about programs that were compiled before.
     with pytest.raises(ValueError, match="batch size 30 does not divide over data=8"):
         train_step(state, batch if kind == "numpy" else jax.tree.map(jnp.asarray, batch))
     assert capfd.readouterr() == ("", "")

@@ -29,7 +29,7 @@ INNER = {
     ),
 }
 MESH = "data=2,fsdp=4"
-#: Those whose states differ most.
+#: The optimizers whose states differ most.
 OPTIMIZERS = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "partitioned": optax.partition(

@@ -165,7 +165,7 @@ def test_products_in_bfloat16_and_a_few_others(as_scripts_run):
         return square_losses(model, batch, key) * weights[:, 0]
 
     assert lint(loss_fn=loss_fn, precision=BFLOAT16, fsdp=8) == ()
-    # Nor are those of an optimizer, which are not of the loss.
+    # Wide products of an optimizer are no finding either: they are not in the loss.
     optim = squaring()
     assert lint(optim=optim, precision=BFLOAT16, fsdp=8, nonfinite="ignore") == ()
 
@@ -191,7 +191,7 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
 
 
 class MLP32(MLP):
-    """In float32, whatever the default."""
+    """An MLP in float32, whatever the default."""
 
     def __init__(self, key):
         super().__init__(key)

@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices: their values, and what devices send for them."""
+"""Optimizers that need whole matrices: their values, and their communication."""
 
 import math
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class WhitenState(NamedTuple):
 
 
 def whiten(rate=1e-2, every=2):
-    """As Shampoo: matrices times roots of sums of products, found every other step."""
+    """Like Shampoo: matrices times roots of sums of products, found every other step."""
 
     def init(params):
         sides = jax.tree.map(lambda x: jnp.eye(x.shape[0]) if x.ndim == 2 else None, params)
@@ -136,7 +136,7 @@ OPTIMS: dict[str, Any] = {
     "whiten": whiten(),
     "masked": masked(),
 }
-#: Those that are tried each time.
+#: The optimizers that are tried in quick tests.
 OFTEN = ["whiten", "masked"]
 MESHES = [
     {"fsdp": 8},
@@ -197,7 +197,7 @@ def assert_close(found, wanted, tolerance=2e-5):
 )
 def test_steps_are_those_of_one_device(name, sizes):
     optim = OPTIMS[name]
-    # Muon of what Muon made brings out rounding.
+    # Muon applied to Muon's result amplifies rounding.
     tolerance = 2e-4 if name == "clipped" else 2e-5
     assert_close(train(optim, sizes), train(optim, {}), tolerance)
 
@@ -223,7 +223,7 @@ def test_a_step_that_is_not_finite_writes_nothing():
 def test_matrices_of_a_stack_go_to_their_owners_and_back():
     ops = collectives(*make_step(OPTIMS["muon"], {"fsdp": 8})).ops
     found = [op for op in ops if op.kind == "all-to-all"]
-    # Of `up` and of `down`; for the decay of weights, they are back.
+    # Two for `up` and two for `down`, which come back for the decay of weights.
     assert len(found) == 2 * 2
     assert {op.bytes for op in found} == {4 * 8 * 2 * WIDTH**2 // 8}
 

@@ -1,4 +1,4 @@
-"""Out of memory: what a step says that it needs, and what it leaves."""
+"""Out of memory: the error names what a step needs, and the state is left alone."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ from helpers import make_batch, make_mesh, squared_errors
 import eqxshard
 from eqxshard.training import _advice, _step
 
-#: What JAX says on GPUs.
+#: JAX's message on GPUs.
 GPU = (
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6291456 bytes.\n"
     "BufferAssignment OOM Debugging."
@@ -52,7 +52,7 @@ def test_a_step_that_does_not_fit_says_what_it_needs():
     said = out_of_memory(step, state, make_batch())
     terabytes = stats.temp_size_in_bytes / 1e9
     needs = f"train_step of huge_loss needs {terabytes:,.2f} GB on each device: "
-    # Of 32 rows, four on each device; 420 parameters, and Adam has two numbers for each.
+    # Four of 32 rows are on each device; Adam has two numbers for each of 420 parameters.
     needs += "parameters 1.71 kB, optimizer state 3.36 kB, batch 192 B, temporaries "
     assert said.startswith(f"{needs}{terabytes:,.2f} GB. To fit, use a smaller batch, ")
 

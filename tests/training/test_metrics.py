@@ -48,7 +48,7 @@ def test_stack_puts_steps_one_after_the_other_on_the_host():
     bad = metrics(2, 1, confusion=np.full((2, 2), math.nan))
     means = Metrics.stack([counts, bad, counts]).compute()
     np.testing.assert_array_equal(means["confusion"], [[0.5, 0], [0.25, 0.25]])
-    # What is stacked can be stacked again.
+    # Stacked metrics can be stacked again.
     assert Metrics.stack([stacked, stacked]).weight.shape == (8,)
 
 

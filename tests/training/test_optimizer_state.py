@@ -159,9 +159,9 @@ WHOLE, ROWS, COLUMNS = P(), P("fsdp"), P(None, "fsdp")
         ("shampoo", "pairs.layers.0.up.0.0", ROWS, ROWS, WHOLE, P("tensor", None)),
         ("soap", "pairs.layers.1.up.1.1", ROWS, ROWS, WHOLE, P("tensor", None)),
         ("galore", "0.projector.layers.0.up", ROWS, ROWS, WHOLE, P("tensor", None)),
-        # Of a history of three, the second dim is the first of the parameter.
+        # In a history of three, the second dim is the first of the parameter.
         ("lbfgs", "0.diff_params_memory.layers.0.up", COLUMNS, COLUMNS, WHOLE, WHOLE),
-        # For no parameter alone.
+        # This state belongs to all parameters together.
         ("flat", "0.mu", ROWS, ROWS, WHOLE, WHOLE),
         ("muon", "inner_states.muon.inner_state.0.ns_coeffs", *[WHOLE] * 4),
     ],
@@ -219,7 +219,7 @@ CASES = [
     for name in OPTIMS
     for rule in ("fsdp", "tensor", "both", "by path")
     for stacked in (False, True)
-    # Nor is GaLoRe's update one of no parameters at all, which are not in the stack.
+    # GaLoRe cannot update the parameters outside of the stack, since there are none.
     if not (stacked and name in ("flat", "lbfgs", "galore"))
 ]
 SLOW = [

@@ -130,7 +130,7 @@ def test_one_that_looks_at_all_parameters_takes_them_stacked(optim):
 
 
 def noted(optim):
-    """What lint says of the optimizer of a step."""
+    """The findings of lint in the optimizer of a step."""
     mesh = eqxshard.make_mesh(data=1, fsdp=8)
     kw: Any = dict(mesh=mesh, rule=eqxshard.fsdp(min_size=1))
     state = eqxshard.abstract_state(ft.partial(make, False), optim, key=KEY, **kw)

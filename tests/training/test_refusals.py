@@ -1,4 +1,4 @@
-"""What train and eval steps refuse: one table of mistakes, and the word that matters."""
+"""Mistakes that train and eval steps refuse: one table, with the words that matter."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a gradient computes again, by the names of `scan_layers`."""
+"""The parts that a gradient computes again, by the names of `scan_layers`."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 import eqxshard
 
-#: What jax.nn calls cuDNN's attention.
+#: The name that jax.nn has for cuDNN's attention.
 CUDNN = Primitive("dot_product_attention_fwd")
 CUDNN.def_abstract_eval(lambda x: x)
 
@@ -70,7 +70,7 @@ def test_what_is_computed_again(remat, products, attention):
 
 def test_what_is_kept_may_be_in_the_memory_of_the_host():
     assert "MemorySpace.Host" not in gradient("dots")
-    # Two products, what is named, and the results of cuDNN's operation.
+    # Two products, the named arrays, and the results of cuDNN's operation.
     assert gradient("offload").count("MemorySpace.Host") == 4
 
 

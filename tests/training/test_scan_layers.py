@@ -219,7 +219,7 @@ def under_cond(layers, x, *, key):
 
 
 def own_derivative(layers, x, *, key):
-    """With a derivative that is twice the right one."""
+    """A function whose derivative is twice the right one."""
     arrays, static = eqx.partition(layers.up, eqx.is_array)
 
     def plain(arrays, x):
@@ -263,7 +263,7 @@ def per_device(call, arrays, static, x):
 
 @pytest.mark.parametrize("transform", [forward, per_device])
 def test_layers_go_through_transforms_that_gather_nothing(transform):
-    """As on one device, of which `forward` is plain JAX, and `per_device` what it maps."""
+    """The values are those of one device, under transforms of JAX and per-device code."""
 
     def call(layers, x, *, key):
         del key
@@ -279,7 +279,7 @@ def test_layers_go_through_transforms_that_gather_nothing(transform):
     def whole(model, batch, key):
         return jnp.mean(call(model.layers, batch["x"], key=key) ** 2, axis=-1)
 
-    # Of per-device code that takes them whole, all layers are.
+    # Per-device code that takes whole layers gathers all of them at once.
     found, _ = run(*make(eqxshard.scan_layers, whole, lint="off"), steps=1)
     one, _ = run(*make(eqxshard.scan_layers, whole, sizes={"data": 1}), steps=1)
     np.testing.assert_allclose(found, one, rtol=1e-5)

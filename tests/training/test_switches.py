@@ -136,6 +136,6 @@ def test_transfers_that_are_meant_pass_a_guard(placement):
             ),
         )
         eqxshard.predict(state.model, lambda m, b: b["x"], make_loader(mesh=mesh))
-        # What the user transfers is still the guard's.
+        # The guard still refuses the user's own transfers.
         with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
             train_step(state, make_batch())

@@ -135,7 +135,7 @@ def test_a_compile_is_explained_or_refused_and_the_state_is_whole(caplog):
     state, train_step = make("data=8", "replicate")
     for rows in (32, 24):
         state, _ = train_step(state, make_batch(rows))
-    # Of another number of batches, one is expected.
+    # A compile for another number of batches is expected.
     state, _ = train_step.many(state, stack([make_batch()]))
     (record,) = caplog.records
     assert record.getMessage().startswith(
@@ -184,7 +184,7 @@ def test_the_programs_that_were_used_last_are_kept(monkeypatch):
     assert len(traces) == 2
     gone = weakref.ref(second)
     del second, scale
-    # One more: the second has not been used for longest.
+    # A third one replaces the second, which has not been used for longest.
     for scale in (scaling(3), first):
         state, _ = train_step(state, make_batch(), scale)
     assert len(traces) == 3
@@ -211,7 +211,7 @@ def test_a_state_of_another_rule_or_mesh_is_no_recompile(caplog):
 
 @pytest.mark.slow
 def test_three_thousand_steps_do_not_deadlock():
-    """In a process of its own: a deadlock of simulated devices ends in an abort."""
+    """It runs in a process of its own: a deadlock of simulated devices ends in an abort."""
     program = """
         import jax
         jax.config.update("jax_num_cpu_devices", 8)

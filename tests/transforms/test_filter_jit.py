@@ -121,7 +121,7 @@ def test_the_programs_that_were_used_last_are_kept(monkeypatch):
     assert len(traces) == 2
     gone = weakref.ref(second)
     del second
-    # One more: the second has not been used for longest.
+    # A third one replaces the second, which has not been used for longest.
     np.testing.assert_array_equal(jitted(adding(3), X), X + 3)
     jitted(first, X)
     assert len(traces) == 3
@@ -185,7 +185,7 @@ def add_one(x):
 
 
 def donate(how):
-    """Which of the arguments of a call are deleted."""
+    """The arguments of a call that are deleted."""
     args = [jnp.full(8, float(i)) for i in range(3)]
     jitted = eqxshard.filter_jit(lambda *args: jax.tree.map(add_one, args), donate=how)
     for i, x in enumerate(jitted(*args)):
@@ -224,7 +224,7 @@ def test_donation_of_modules_and_keywords():
     assert deleted((1, 3)) == [False, True, True, False]
     assert deleted("all") == [True] * 4
     assert deleted("all-except-first") == [False, True, True, True]
-    # What has no position is not donated in the place of one that was left out.
+    # An argument without a position is not donated in place of one that was left out.
     extra = jnp.ones(8)
     eqxshard.filter_jit(step, donate=2)(Scale(), jnp.ones(8), extra=extra)
     assert not extra.is_deleted()

@@ -65,7 +65,7 @@ def test_a_range_cuts_documents(tmp_path):
     assert part.ends().tolist() == [1, 4, 5, 7]
     assert TokenFiles(folder, start=-5, stop=6).ends().tolist() == [1]
     assert TokenFiles(folder, start=2, stop=5).ends().tolist() == [3]
-    # The file keeps what the range of it has changed.
+    # The ends in a range do not change those in the file.
     assert TokenFiles(folder).ends().tolist() == [2, 5, 6, 10]
     with pytest.raises(ValueError, match="there are no tokens from 5 to 5"):
         TokenFiles(folder, start=5, stop=5)

@@ -103,7 +103,7 @@ CASES = [
     one_of_several,
 ]
 SEEN = []
-#: The callback is meant.
+#: The callback is intended.
 LINT: Any = {"callback": "off"}
 
 
@@ -214,7 +214,7 @@ def test_a_check_that_holds_moves_nothing_between_devices():
         return sum(collectives(lowered.compile()).bytes.values())
 
     checked = bytes_moved(lambda x: check(x, jnp.any(x > 100), "too large"))
-    # Whether a value was too large, on any device.
+    # True if a value was too large on any device.
     assert checked <= bytes_moved(lambda x: x) + 8
 
 

@@ -68,7 +68,7 @@ def channels_last(weight, batch):
 
 
 def rows_in_the_middle(weight, batch):
-    """A layout of which nobody can tell where the examples are."""
+    """A layout in which the dim of the examples is not known."""
     x = jnp.transpose(batch["x"], (2, 3, 0, 1))
     y = convolve(x, weight, groups=2, layout=("HWNC", "HWIO", "HWNC"))
     return jnp.mean(y**2, axis=(0, 1, 3))
@@ -97,7 +97,7 @@ def split_pixels_and_groups(weight, batch):
 
 
 def ensemble(weight, batch):
-    """Each kernel for inputs of its own."""
+    """An ensemble: each kernel has inputs of its own."""
     x = batch["x"].reshape(16, 4, 2, 6, 6)
 
     def one(weight, x):
@@ -193,7 +193,7 @@ def lookup_of_flat_rows(table, batch):
 def segments(reduce, table, batch):
     values = (batch["rows"] @ table)[:-1]
     out = reduce(values, batch["i"][:-1, 0], 12)
-    # Segments without values are infinite of a maximum, or a minimum.
+    # The maximum or minimum of a segment without values is infinite.
     return jnp.sum(jnp.where(jnp.isfinite(out), jnp.tanh(out), 0))
 
 
@@ -210,7 +210,7 @@ def least_of_segments(table, batch):
 
 
 def products_at_indices(table, batch):
-    # Whose gradient JAX has only of indices that are unique.
+    # JAX has its gradient only if indices are unique.
     factors = jax.lax.stop_gradient(batch["rows"] @ table)[1:, 0]
     out = jnp.ones(12).at[batch["i"][:-1, 0]].multiply(factors)
     return jnp.sum(jnp.tanh(out)) + jnp.sum(table**2)

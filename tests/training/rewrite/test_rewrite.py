@@ -23,7 +23,7 @@ from eqxshard.training.rewrite._checks import Errors
 from eqxshard.training.rewrite._convolutions import fast_convolutions
 from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
 
-#: How many primitives the programs of the sweep have between them, at least.
+#: The least number of primitives that the programs of the sweep have together.
 PRIMITIVES = 165
 #: Many of the programs are over the whole batch.
 LINT: Any = {"callback": "off", "global-batch": "off"}
@@ -39,7 +39,7 @@ def as_users_run():
 
 
 def make_weights(programs):
-    """For each program a matrix of its own, so that its gradient says what it did."""
+    """A matrix for each program, whose gradient depends on that program alone."""
     return lambda key: {
         name: 0.3 * jax.random.normal(jax.random.fold_in(key, i), (4, 4))
         for i, name in enumerate(programs)
@@ -241,7 +241,7 @@ ODD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 
 @pytest.mark.parametrize("odd", ODD)
 def test_values_that_are_not_finite_stay_where_plain_jax_has_them(odd, size=3):
-    """In the outputs and gradients of a convolution, a bias and a pool."""
+    """Checked in the outputs and gradients of a convolution, a bias and a pool."""
 
     def loss(weight, bias, x):
         y = jax.lax.conv(x, weight, (1, 1), "SAME") + bias[:, None, None]

@@ -73,7 +73,7 @@ def one_device(vocab, tied):
     return state.model
 
 
-#: By what is split: the mesh, and the spec of the table.
+#: By the dim that is split: the mesh, and the spec of the table.
 SPLITS = {
     "features": ("fsdp=8", P(None, "fsdp")),
     "rows": ("fsdp=8", P("fsdp")),
