@@ -131,7 +131,7 @@ def predict(
     **Returns:**
 
     The outputs of `fn` as NumPy arrays of leading size dataset, without padding. (If the
-    loader's examples have no numbers, all rows in the order of the loader.)
+    loader's examples have no indices, all rows in the order of the loader.)
 
     **Raises:**
 
