@@ -1,10 +1,16 @@
 from . import callbacks as callbacks
+from . import checkpoint as checkpoint
 from . import data as data
+from . import debug as debug
+from . import inspect as inspect
 from . import nn as nn
 from . import parallel as parallel
+from . import planning as planning
 from . import run as run
+from . import sharding as sharding
 from . import testing as testing
 from . import trackers as trackers
+from . import training as training
 from ._errors import UsageError as UsageError
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
 from .checkpoint._weights import load_weights as load_weights
