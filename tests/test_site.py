@@ -48,8 +48,9 @@ def test_every_public_name_is_on_a_page_of_the_api():
 def test_each_page_of_the_api_says_what_its_names_are():
     """In plain Markdown, since a forge shows neither signatures nor docstrings."""
     for page in API.glob("*.md"):
-        shown = re.findall(r"^::: (\S+)", page.read_text(), flags=re.MULTILINE)
-        said = re.findall(r"^- `(eqxshard[\w.]+)`: \w", page.read_text(), flags=re.MULTILINE)
+        text = page.read_text()
+        shown = re.findall(r"^::: (\S+)", text, flags=re.MULTILINE)
+        said = re.findall(r"^- `(eqxshard[\w.]+)`: \w", text, flags=re.MULTILINE)
         assert said == shown, page.name
 
 
