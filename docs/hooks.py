@@ -21,8 +21,9 @@ _PLACES = {
     r"recipes/gallery/(\w+)\.py": r"gallery/\1.md",
     r"docs/notebooks/(\w+)\.ipynb": r"notebooks/\1.md",
     rf"({_PLOTS}/\w+\.png)": r"\1",
+    r"\.github/CONTRIBUTING\.md": "contributing.md",
 }
-_OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=\))")
+_OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=[)#])")
 #: A picture, with a caption for readers who cannot see it.
 _PICTURE = re.compile(
     r"^!\[[^\]]*\]\((?:\.\./)+pictures/([\w-]+\.svg)\)$", re.MULTILINE

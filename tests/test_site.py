@@ -45,6 +45,15 @@ def test_every_public_name_is_on_a_page_of_the_api():
     assert [name for name in missing if not hasattr(find(name), "__path__")] == []
 
 
+def test_each_page_of_the_api_says_what_its_names_are():
+    """In plain Markdown, since a forge shows neither signatures nor docstrings."""
+    for page in API.glob("*.md"):
+        text = page.read_text()
+        shown = re.findall(r"^::: (\S+)", text, flags=re.MULTILINE)
+        said = re.findall(r"^- `(eqxshard[\w.]+)`: \w", text, flags=re.MULTILINE)
+        assert said == shown, page.name
+
+
 def test_the_files_that_the_page_of_internals_names_exist():
     page = (API.parent / "internals.md").read_text()
     lines = re.findall(r"^- `(.*/)(\w+\.py)`((?:, `\w+\.py`)*):", page, re.MULTILINE)
