@@ -44,10 +44,6 @@ class Work(NamedTuple):
     memory: float = 0.0
     kernels: int = 0
 
-    def __add__(self, other: tuple) -> "Work":
-        seconds = (a + b for a, b in zip(self[:4], other[:4], strict=True))
-        return Work(*seconds, kernels=self.kernels + other[4])
-
 
 @dataclass(frozen=True)
 class Efficiency:
