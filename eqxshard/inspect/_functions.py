@@ -183,5 +183,6 @@ def lint_compiled(
     """
     with unread_is_warned("a step"):
         text = TextLint(module, step)
-        layers = lint_layers(text, inputs) if inputs else ()
-        yield from dict.fromkeys([*text.findings(), *layers])
+        yield from text.findings()
+        if inputs:
+            yield from dict.fromkeys(lint_layers(text, inputs))
