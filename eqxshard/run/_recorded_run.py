@@ -48,7 +48,7 @@ def _is_start(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Start:
+class RecordedStart:
     """A start of a run, and what it reported: from its step to where the next began.
 
     - `step`: the one that it started from.
@@ -119,7 +119,7 @@ class RecordedRun:
         return [_report(line) for line in read_log(self.folder, self.waiting)]
 
     @cached_property
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[RecordedStart]:
         """Its starts, of which those that resumed it are later ones."""
         said = self.record.get("starts")
         # Somebody may have edited it, which must not end a run.
@@ -129,12 +129,12 @@ class RecordedRun:
         # An earlier start has what is before all that came later, which took it again.
         ends = [min(steps[n + 1 :], default=math.inf) for n in range(len(steps))]
         return [
-            Start(first, facts, [x for x in self.reports if first < x.step <= end])
+            RecordedStart(first, facts, [x for x in self.reports if first < x.step <= end])
             for first, end, facts in zip(steps, ends, records)
         ]
 
     @property
-    def last_start(self) -> Start:
+    def last_start(self) -> RecordedStart:
         """The last start that reported anything, if one did: speed and time are of it."""
         reported = (each for each in reversed(self.starts) if each.reports)
         return next(reported, self.starts[-1])
