@@ -230,9 +230,10 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
             f"make_optim is a {name}; give an optimizer, such as optax.adam(1e-3), or a "
             "function from the number of steps to one."
         )
-    # It would take the number of steps as its learning rate.
+    # These would take the number of steps as their learning rate.
     is_optax = (getattr(make_optim, "__module__", None) or "").startswith("optax")
-    if is_optax or "learning_rate" in inspect.signature(make_optim).parameters:
+    first = next(iter(inspect.signature(make_optim).parameters), None)
+    if is_optax or first == "learning_rate":
         raise UsageTypeError(
             f"make_optim={name} would get the number of steps, {steps}, as its learning "
             f"rate; give an optimizer, such as {name}(1e-3), or a function of the steps, "

@@ -242,9 +242,13 @@ def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, m
 
 @pytest.mark.slow
 def test_an_optimizer_or_a_function_of_steps(tmp_path, finished):
-    optim = make_optim(STEPS)
-    run = train(tmp_path / "run", make_optim=optim)
-    assert_equal(run.state.model, finished.state.model)
+    def with_rate(steps, learning_rate):
+        return lenient(optax.adam(optax.linear_schedule(learning_rate, 0.001, steps)))
+
+    # A rate besides the number of steps is the function's own business.
+    for n, optim in enumerate((make_optim(STEPS), partial(with_rate, learning_rate=0.01))):
+        run = train(tmp_path / str(n), make_optim=optim)
+        assert_equal(run.state.model, finished.state.model)
     for factory, name in [
         (optax.adam, "adam"),
         (partial(optax.adam, b1=0.8), "partial"),
