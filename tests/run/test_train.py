@@ -160,7 +160,11 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, options, message",
     [
-        ({"batch_size": 98}, {}, "--batch-size 98 is more than the 96 examples; use fewer"),
+        (
+            {"batch_size": 98},
+            {},
+            "--batch-size 98 is more than the 96 examples; use a smaller",
+        ),
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
         ({"devices": 9}, {}, "9 devices were asked for, and there are 8 x cpu"),
         ({"epochs": 0}, {}, "--epochs 0 is too small"),
