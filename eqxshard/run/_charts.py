@@ -7,7 +7,7 @@ from ..pages._format import format_number, format_value
 from ..pages._kit import Markup, tag
 from ._recorded_run import SPEED, Point, RecordedRun
 
-#: The most points that are drawn of a curve.
+#: The largest number of points that are drawn for a curve.
 MOST_POINTS = 600
 #: The size of an SVG in its own units; the page stretches it to its width.
 _WIDTH, _HEIGHT = 1000, 400
@@ -33,7 +33,7 @@ def draw_curves(run: RecordedRun) -> Markup:
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """Thin a curve to at most so many points: the lowest and highest of each stretch."""
+    """Thin a curve to at most `most` points: the lowest and highest of each stretch."""
     if len(points) <= most:
         return points
     # A value that is not finite counts as the lowest, so that it is kept and leaves a gap.

@@ -140,8 +140,8 @@ def find_devices(count: int | None = None) -> list[Any]:
 
     **Raises:**
 
-    `ValueError` if JAX finds none, or fewer; or if these are not all devices of several
-    processes.
+    `ValueError` if JAX finds no devices, or fewer; or if there are several processes, and
+    `count` leaves out some of their devices.
     """
     try:
         found = jax.devices()

@@ -32,7 +32,7 @@ from ..training._update import Nonfinite, check_options
 from ._config import MakeOptim, RunConfig, make_optimizer
 
 MakeModel = Callable[[Any], PyTree]
-#: From the state, or states by name, and a batch, to the new ones and metrics.
+#: A function from the state (or states by name) and a batch to the new one and metrics.
 Step = Callable[[Any, Any], tuple[Any, Metrics]]
 
 

@@ -1,4 +1,4 @@
-"""A finished, stopped, killed or running run, as the files in its folder show it."""
+"""A run read from its folder, be it finished, stopped, killed or still running."""
 
 import contextlib
 import math
@@ -136,7 +136,7 @@ class RecordedRun:
 
     @property
     def last_start(self) -> RecordedStart:
-        """The start that speed and time are taken from: the last one that has reports."""
+        """The last start that has reports, or else the last one: for speed and times."""
         reported = (each for each in reversed(self.starts) if each.reports)
         return next(reported, self.starts[-1])
 

@@ -65,8 +65,8 @@ class RunFolder(RunPaths):
 
         **Arguments:**
 
-        - `resume`: `"no"` refuses a folder that has a run; `"yes"` needs one; `"auto"`
-            continues it if there is one.
+        - `resume`: `"no"` refuses a folder that has a run; `"yes"` refuses one that is
+            not there; `"auto"` continues a run if there is one.
         - `checkpointer`: the one that saves in this folder.
         - `overwrite`: with `"no"`, do not refuse a folder that has a run.
 

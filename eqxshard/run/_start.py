@@ -50,8 +50,8 @@ class Saved:
     """The checkpoints that a run resumes from, and how the run may differ from them.
 
     - `checkpointer`: reads the checkpoints.
-    - `changes`: the arrays that may be renamed, missing from a checkpoint (which are then
-        made anew), or dropped.
+    - `changes`: which arrays of a checkpoint are renamed or may be dropped, and whether
+        arrays that it lacks are made anew.
     - `callbacks`: the callbacks of the run, whose states are in the checkpoints, too.
     """
 
@@ -88,7 +88,7 @@ def resume(
 
     - `saved`: the checkpoints.
     - `training`: what is trained.
-    - `loader`: of the training data.
+    - `loader`: the loader of the training data.
     - `find_last`: the step to end at, given the epoch of each step.
     - `config`: the user's options.
     - `mesh`: the mesh, which may differ from that of the checkpoint.
