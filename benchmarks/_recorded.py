@@ -44,7 +44,8 @@ def shorten(
             kept = (computation, each.name) in names or each.opcode.endswith("-done")
             calls = each.opcode in ("while", "call", "conditional")
             if not kept and not calls:
-                work += read_work(each) if each.opcode not in FREE else Work()
+                if each.opcode not in FREE:
+                    work = _add(work, read_work(each))
                 continue
             if work.kernels:
                 yield _write_work(work)
@@ -72,6 +73,11 @@ def read_work(instruction: Instruction) -> Work:
     """The work of an instruction of a short text."""
     *seconds, kernels = re.findall(r"[\d.e+-]+(?=[,\]]|$)", instruction.attributes)
     return Work(*map(float, seconds), kernels=int(kernels))
+
+
+def _add(one: Work, other: Work) -> Work:
+    seconds = (a + b for a, b in zip(one[:4], other[:4], strict=True))
+    return Work(*seconds, kernels=one.kernels + other.kernels)
 
 
 def _write_work(work: Work) -> str:

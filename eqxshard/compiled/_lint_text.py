@@ -96,12 +96,11 @@ class TextLint:
         paths = {each.name: each.path for each in arguments if each.in_model}
         self.causes = Causes(self.module, sizes, paths, {}, rows)
 
-    def findings(self) -> Iterator[Finding]:
-        """The findings of kinds `global-batch` and `donation`."""
-        if self._batch_axes:
-            for operation in self.gathers():
-                yield from self._global_batch(operation)
-        yield from self._donation()
+    def findings(self) -> list[Finding]:
+        """The findings of kinds `global-batch` and `donation`, each once."""
+        gathers = self.gathers() if self._batch_axes else ()
+        found = [x for each in gathers for x in self._global_batch(each)]
+        return [*dict.fromkeys([*found, *self._donation()])]
 
     def gathers(self) -> Iterator[Operation]:
         """All-gathers from neither the user's per-device code nor a rewrite of ours."""

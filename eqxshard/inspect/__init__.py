@@ -1,6 +1,6 @@
-"""Inspect a run: the decision of a rule for each array.
+"""Look before running: the decisions of a rule, the lint of steps, pictures of arrays.
 
-May use `sharding`, `transforms` and `training`.
+This room may import `training` and the rooms below it, and `pages`.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""Stacked layers of a function of the user's own that are all gathered at once.
+"""Lint for stacked layers of a user's own function that are all gathered at once.
 
-A step of ours gathers each layer in the loop that takes it.
+A step of ours gathers each layer inside the loop over layers.
 """
 
 import itertools
@@ -21,7 +21,7 @@ def lint_layers(text: TextLint, inputs: Sequence[Input]) -> Iterator[Finding]:
     **Arguments:**
 
     - `text`: the compiled function.
-    - `inputs`: the arrays that it takes.
+    - `inputs`: the arrays that the function takes.
     """
     by_name = {each.name: each for each in inputs}
     for operation in text.gathers():
@@ -37,21 +37,21 @@ def lint_layers(text: TextLint, inputs: Sequence[Input]) -> Iterator[Finding]:
                     frame and frame.place,
                     f"{name} {leaf.shape} is gathered for all {layers} layers "
                     "at once. Use eqxshard.scan_layers instead of jax.lax.scan, on the "
-                    "model's own arrays; the arrays of a layer in that layer alone; and a "
-                    "rule that does not split the dim of layers. Where a library scans "
-                    "inside of itself, split these arrays over an axis that does not split "
-                    "the batch, such as tensor, or leave them as they are if they fit.",
+                    "model's own arrays; use the arrays of a layer only in that layer; and "
+                    "use a rule that does not split the dim of layers. If the scan is a "
+                    "library's, split these arrays over an axis that does not split the "
+                    "batch, such as tensor, or leave them as they are if they fit.",
                 )
 
 
 def _has(operation: Operation, leaf: Input, text: TextLint) -> bool:
-    """Whether all layers of an array are among the results of a gather."""
+    """True if all layers of an array are among the results of a gather."""
     gathered = operation.axes(text.sizes) or text.sizes.keys()
     whole = [
         size // math.prod(text.sizes[x] for x in axes_of(entry) if x not in gathered)
         for size, entry in itertools.zip_longest(leaf.shape, leaf.spec or ())
     ]
-    # Compilers combine the gathers of several arrays, and join the dims of one.
+    # Compilers combine the gathers of several arrays, and join the dims of an array.
     is_joined = len(operation.shapes) == 1
     return any(
         plain_dims(shape.dims) == plain_dims(whole)

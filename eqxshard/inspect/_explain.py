@@ -39,7 +39,7 @@ def explain(
     **Arguments:**
 
     - `tree`: a model, or any PyTree; for a model with state, the pair of both.
-    - `mesh`: from [`eqxshard.make_mesh`][]; by default, the one that the arrays are on.
+    - `mesh`: from [`eqxshard.make_mesh`][]; by default, the mesh that the arrays are on.
     - `rule`: as for [`eqxshard.shardings`][]; by default, the arrays as they are placed.
     - `optim`: an optax optimizer, to count its state too.
     - `trainable`: which arrays have gradients and optimizer state, as for
@@ -48,10 +48,10 @@ def explain(
     **Returns:**
 
     An [`eqxshard.inspect.Explanation`][]. It prints as a table: path, shape, dtype, spec,
-    bytes per device, the rule that decided, and why if a leaf could not be split. (If
-    gradients and optimizer state are split otherwise, a column says how.) Below it are the
-    bytes of parameters, gradients and optimizer state. Its fields have the same for
-    programs.
+    bytes per device, the rule that decided, and why if a leaf could not be split. (If its
+    gradient and optimizer state are split otherwise, a row below says how.) Below the table
+    are the bytes of parameters, gradients and optimizer state. Its fields hold the same
+    values for programs.
 
     **Raises:**
 
@@ -75,17 +75,17 @@ def explain(
     model, model_state = without_state(tree)
     placed = dict(array_leaves(model))
     mesh = mesh or mesh_of([*placed.values()], "model", ", or give explain mesh= and rule=")
-    platform_of(mesh)  # An abstract mesh has to say it.
+    platform_of(mesh)  # An abstract mesh has to name its platform.
 
     def as_placed(path: str, leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
-        # The optimizer's state, too, which is placed nowhere yet.
+        # None for the optimizer's state, which is placed nowhere yet.
         if path not in placed or placed[path].shape != leaf.shape:
             return None
         sharding = sharding_on_mesh(placed[path])
         return PartitionSpec() if sharding is None else sharding.spec
 
     rule = rule or as_placed
-    # NumPy arrays, too, get the dtypes that they will have as JAX arrays.
+    # This gives NumPy arrays the dtypes that they will have as JAX arrays.
     model, params, opt_state = eqx.filter_eval_shape(shapes, model)
     leaves = named_leaves(model)
     check_rule(rule, dict(leaves), mesh)
@@ -127,7 +127,7 @@ def explain(
 def _optimizer_bytes(
     leaves: Iterable[StateLeaf], mesh: AnyMesh, rule: Rule
 ) -> tuple[Counter[str], Bytes, int]:
-    """The bytes of an optimizer's state on a device: by parameter, in all, on its host."""
+    """A device's bytes of an optimizer's state: by parameter, in all, and on its host."""
     by_path, whole, device, host = Counter[str](), 0, 0, 0
     for each in leaves:
         size = _bytes(each.leaf, NamedSharding(mesh, each.decision.spec))

@@ -17,7 +17,7 @@ from ._tables import render
 
 
 class Bytes(NamedTuple):
-    """The size of some arrays: of the whole arrays, and of one device's part of them."""
+    """The bytes of some arrays: of the whole arrays, and of one device's part of them."""
 
     whole: int
     per_device: int
@@ -27,19 +27,20 @@ class Bytes(NamedTuple):
 class Leaf:
     """One array of an [`eqxshard.inspect.Explanation`][], or of a plan.
 
-    - `path`: such as `layers.0.weight`.
-    - `shape`, `dtype`: of the whole array.
+    - `path`: the path of the array, such as `layers.0.weight`.
+    - `shape`, `dtype`: those of the whole array.
     - `spec`: its `PartitionSpec`.
-    - `bytes_whole`, `bytes_per_device`: of the whole array, and of one device's part.
-    - `rule`: the rule that decided; empty for what [`eqxshard.plan_step`][] plans.
+    - `bytes_whole`, `bytes_per_device`: the bytes of the whole array, and of one device's
+        part of it.
+    - `rule`: the rule that decided; empty in a plan by [`eqxshard.plan_step`][].
     - `note`: why the leaf is replicated, if the rule could not split it; and whether it is
         frozen.
-    - `update_spec`, `update_rule`: the same for its gradient and its part of the
-        optimizer's state, which differ under [`eqxshard.zero1`][]. `None` and empty if
+    - `update_spec`, `update_rule`: the spec and the rule of its gradient and its part of
+        the optimizer's state, which differ under [`eqxshard.zero1`][]. `None` and empty if
         the leaf is not trained.
     - `gradient`: the bytes of one device's part of its gradient; 0 if it is not trained.
-    - `optimizer`: those of the arrays of the optimizer's state that are for it alone, but
-        for those in the host's memory; 0 without an optimizer.
+    - `optimizer`: the bytes of one device's part of the optimizer's arrays that belong to
+        this leaf, without those in the host's memory; 0 without an optimizer.
     """
 
     path: str
@@ -57,12 +58,12 @@ class Leaf:
 
     @property
     def total(self) -> int:
-        """The bytes that a device holds for it: of itself, its gradient and its state."""
+        """The bytes that a device holds for it: array, gradient and optimizer state."""
         return self.bytes_per_device + self.gradient + self.optimizer
 
     @property
     def updates_elsewhere(self) -> bool:
-        """Whether its gradient and optimizer state are split unlike itself."""
+        """True if its gradient and optimizer state are split otherwise than the array."""
         return self.update_spec not in (None, self.spec)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The decision of a rule for each array of a model; `print` it.
+    """The decisions of a rule for the arrays of a model; `print` shows them as a table.
 
     - `leaves`: one [`eqxshard.inspect.Leaf`][] for each array.
     - `mesh`: the mesh.
@@ -103,12 +104,12 @@ class Explanation:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the model on each device."""
+        """The bytes of the model on each device."""
         return self.parameters.per_device + self.other.per_device
 
     @property
     def bytes_whole(self) -> int:
-        """Bytes of all the model's arrays, whole."""
+        """The bytes of all the model's arrays, whole."""
         return self.parameters.whole + self.other.whole
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -131,7 +132,7 @@ class Explanation:
         return f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
 
     def _unused(self) -> str | None:
-        """The axes over which no array is split; the batch may be, and activations."""
+        """A note on axes over which no array is split; the batch and activations may be."""
         specs = [spec for x in self.leaves for spec in (x.spec, x.update_spec) if spec]
         split = {axis for spec in specs for entry in spec for axis in axes_of(entry)}
         sizes = {axis: n for axis, n in self.mesh.shape.items() if n > 1}
@@ -139,7 +140,7 @@ class Explanation:
         return f"no array is split over {format_sizes(unused)}" if unused else None
 
     def _replicated(self) -> str | None:
-        """What of the optimizer's state every device holds whole, and its parameter not."""
+        """A note on optimizer state of other shapes that every device holds whole."""
         whole = [
             x.bytes_whole for x in self.other_shapes if not is_split(x.spec, self.mesh)
         ]
@@ -184,7 +185,7 @@ def _table(leaves: Iterable[Leaf], title: str, caption: str | None) -> Any:
     for path, (leaf, *others) in _fold(leaves):
         times = f"{1 + len(others)} x " if others else ""
         size = times + format_bytes(leaf.bytes_per_device)
-        # The update's rule names all rules that had a say, the leaf's maybe not.
+        # The update's rule names every rule that took part; the leaf's may not.
         rule = leaf.update_rule or leaf.rule
         why = f"{rule}: {leaf.note}" if leaf.note else rule
         # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
@@ -207,7 +208,7 @@ def _split_array(leaf: Leaf, spec: PartitionSpec) -> str:
 
 
 def _fold(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
-    """Arrays that differ in numbers of their paths alone, as one: `layers.0-11.weight`."""
+    """Groups of arrays that differ only in numbers of their paths: `layers.0-11.weight`."""
     alike: dict[Leaf, list[Leaf]] = {}
     for leaf in leaves:
         pattern = ".".join("*" if x.isdecimal() else x for x in leaf.path.split("."))

@@ -1,4 +1,4 @@
-"""Any jitted function: lower it, and look for what is most likely not meant."""
+"""Lower and lint any jitted function."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from ._all_layers import lint_layers
 class LoweredFunction(NamedTuple):
     """A function that was lowered.
 
-    - `lowered`: what JAX made of it.
-    - `step`: what it takes.
-    - `jaxpr`: what was traced; `None` if it was lowered elsewhere.
+    - `lowered`: the function as JAX lowered it.
+    - `step`: its name, its mesh and the arrays that it takes.
+    - `jaxpr`: its jaxpr; `None` if it was lowered before, or by another library.
     """
 
     lowered: jax.stages.Lowered
@@ -36,7 +36,7 @@ class LoweredFunction(NamedTuple):
         return set() if self.jaxpr is None else scanned_shapes([*all_jaxprs(self.jaxpr)])
 
     def findings(self) -> Iterator[Finding]:
-        """What lint finds in what was traced: nothing of a function lowered elsewhere."""
+        """The findings in the jaxpr, if there is one."""
         if self.jaxpr is None:
             return
         floats = [
@@ -44,7 +44,7 @@ class LoweredFunction(NamedTuple):
             for each in self.step.inputs
             if jnp.issubdtype(dtype := jnp.dtype(each.dtype), jnp.floating)
         ]
-        # Whoever gives it arrays of a wide type means to compute in it.
+        # A function that is given arrays of a wide type is meant to compute in it.
         yield from lint_jaxpr(
             [*all_jaxprs(self.jaxpr)],
             max(floats, key=lambda dtype: dtype.itemsize, default=None),
@@ -58,20 +58,21 @@ def lower_function(
     mesh: Mesh | AbstractMesh | None = None,
     platform: str | None = None,
 ) -> LoweredFunction:
-    """Lower a function, or take what was lowered.
+    """Lower a function, or take one that was lowered before.
 
     **Arguments:**
 
-    - `fn`: the function: of `jax.jit`, or of what has its `trace` or `lower`, as
-        `nnx.jit` and `eqx.filter_jit` do; any other is compiled by `jax.jit`.
-    - `args`, `kwargs`: its arguments.
-    - `mesh`: to lower it under, if there is one.
-    - `platform`: to lower it for, by default that of the devices at hand.
+    - `fn`: a function that `jax.jit` returned, or one with the same methods `trace` or
+        `lower`, such as those of `nnx.jit` and `eqx.filter_jit`; any other is compiled by
+        `jax.jit`. Or the result of its `lower`.
+    - `args`, `kwargs`: its arguments; none if it was lowered before.
+    - `mesh`: the mesh to lower it under, if there is one.
+    - `platform`: the platform to lower it for, by default that of the devices at hand.
 
     **Raises:**
 
-    `TypeError` if it is something else, or was lowered and has arguments nevertheless; and
-    what the function raises; `ValueError` if it calls the host of another platform.
+    `TypeError` if `fn` is no function, or was lowered before and arguments are given;
+    whatever the function raises; and as `lower_traced` does.
     """
     if isinstance(fn, jax.stages.Lowered):
         if args or kwargs:
@@ -100,7 +101,7 @@ def lower_function(
 
 
 def _under(mesh: Mesh | AbstractMesh | None) -> Any:
-    """A context in which functions find the mesh."""
+    """A context in which functions find the mesh, if there is one."""
     if mesh is None:
         return contextlib.nullcontext()
     if isinstance(mesh, AbstractMesh):
@@ -113,13 +114,13 @@ def lower_traced(traced: Any, platform: str | None) -> Any:
 
     **Arguments:**
 
-    - `traced`: by JAX, or another library's.
-    - `platform`: to lower it for, by default that of the devices at hand.
+    - `traced`: the function as JAX, or another library, traced it.
+    - `platform`: the platform to lower it for, by default that of the devices at hand.
 
     **Raises:**
 
-    `ValueError` if it calls the host of another platform, or has a function that only the
-    process that lowers it can compile.
+    `ValueError` if the function calls the host and JAX cannot lower that for the platform,
+    or if only the process that lowers it could compile it.
     """
     if platform is None:
         return traced.lower()
@@ -141,7 +142,7 @@ def lower_traced(traced: Any, platform: str | None) -> Any:
 
 
 def _unwrap(staged: Any, name: str, kind: type) -> Any:
-    """JAX's own object in that of another library."""
+    """JAX's own stage of a function, inside that of another library."""
     while not isinstance(staged, kind):
         if not hasattr(staged, name):
             raise UsageTypeError(
@@ -153,7 +154,7 @@ def _unwrap(staged: Any, name: str, kind: type) -> Any:
 
 
 def describe_function(function: LoweredFunction) -> LintedStep:
-    """What lint has to know of any function to read its text."""
+    """The description of a function that lint needs to read its compiled text."""
     step = function.step
     batch = {each.name: (each.name, each.shape) for each in step.batch}
     arguments = [
@@ -178,10 +179,12 @@ def lint_compiled(
     **Arguments:**
 
     - `module`: the text.
-    - `step`: what it takes.
-    - `inputs`: of a function of the user's own, its arrays, to look for stacked layers.
+    - `step`: the description of the step.
+    - `inputs`: the arrays that a user's own function takes, to look for stacked layers;
+        none for a step of ours.
     """
     with unread_is_warned("a step"):
         text = TextLint(module, step)
-        layers = lint_layers(text, inputs) if inputs else ()
-        yield from dict.fromkeys([*text.findings(), *layers])
+        yield from text.findings()
+        if inputs:
+            yield from dict.fromkeys(lint_layers(text, inputs))

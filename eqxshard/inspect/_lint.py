@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..compiled._findings import Finding as Finding  # Names of this room.
+from ..compiled._findings import Finding as Finding  # Public names of this room.
 from ..compiled._findings import LintWarning as LintWarning
 from ..compiled._hlo import parse_module
 from ..training._eval_step import EvalStep
@@ -17,7 +17,7 @@ from ._functions import describe_function, lint_compiled, lower_function
 
 
 class Findings(tuple[Finding, ...]):
-    """What [`eqxshard.lint`][] returns: a tuple, which prints as one line for each."""
+    """The result of [`eqxshard.lint`][]: a tuple that prints as one line per finding."""
 
     __slots__ = ()
 
@@ -35,8 +35,9 @@ def lint(
 ) -> Findings:
     """Compile a step and look for what is most likely not meant, without running it.
 
-    The same is done when a step of ours is first called, where `make_train_step(lint=...)`
-    says what to do about it. Here everything is listed.
+    A step of ours is linted in the same way when it is first called, and
+    `make_train_step(lint=...)` says what to do with the findings then. This function lists
+    them.
 
     The kinds of findings:
 
@@ -52,29 +53,31 @@ def lint(
     - `donation`: a donated array whose memory is not reused.
     - `dtype`: most matrix products of the loss are in a wider type than the model's, or
         than that of a 16-bit precision.
-    - `callback`: a call of the host.
+    - `callback`: a call to the host, such as `jax.debug.print`.
     - `constant`: an array above 1 MB that is compiled in.
 
-    A function of your own has no rule and no optimizer that is known, so nothing is
-    `whole`, `unmatched` or `per-layer`. There alone are layers found that are gathered all
-    at once, `all-layers`: a step of ours gathers them one by one. The batch of a function
-    is the arguments that are split by rows and not returned. Of one that is lowered
-    already, only the compiled text is read.
+    The rule and the optimizer of a function of your own are not known, so it has no
+    findings of kinds `whole`, `unmatched` and `per-layer`. Only such a function can have
+    `all-layers`: a step of ours gathers layers one by one. The batch of a function is taken
+    to be the arguments that are split by rows and not returned. Of a function that was
+    lowered before, only the compiled text is read.
 
     **Arguments:**
 
     - `step`: from [`eqxshard.make_train_step`][] or [`eqxshard.make_eval_step`][]; or any
-        function of `jax.jit`, or what its `lower` returns.
-    - `args`, `kwargs`: those of a call, of arrays or of `jax.ShapeDtypeStruct`s: of a
-        train step `state, batch, extra`, of an eval step `model, batch`.
+        other function, jitted or not, or the result of `jax.jit(fn).lower(...)`.
+    - `args`, `kwargs`: the arguments of a call, with arrays or `jax.ShapeDtypeStruct`s:
+        `state, batch, extra` of a train step, `model, batch` of an eval step; none for a
+        function that was lowered before.
 
     **Returns:**
 
-    A tuple of [`eqxshard.inspect.Finding`][]s, which prints as one line for each.
+    A tuple of [`eqxshard.inspect.Finding`][]s, which prints as one line per finding.
 
     **Raises:**
 
-    As the step does when it is called; `TypeError` if it is of another kind.
+    Whatever the step raises when it is called; `TypeError` if `step` is no function, or was
+    lowered before and arguments are given.
 
     !!! Example
 

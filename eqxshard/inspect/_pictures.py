@@ -13,11 +13,11 @@ from ..sharding._mesh import describe_mesh
 from ..sharding._spec import axes_of, check_spec, format_sizes, format_spec
 from ._tables import format_shape, render
 
-#: Of devices, in turn: the hues of Okabe and Ito, which colour-blind readers can tell
-#: apart, light enough for black labels.
+#: The colours of devices, in turn: the hues of Okabe and Ito, which colour-blind readers
+#: can tell apart, light enough for black labels.
 _COLOURS = ("#56b4e9", "#e69f00", "#3cbf9b", "#f0e442")
 _COLOURS += ("#92a8e8", "#f08a5d", "#dda0c8", "#bfbfbf")
-#: In pixels: a line of text, a letter, and the sides of an array.
+#: The pixels of a line of text, of the width of a letter, and of the sides of an array.
 _LINE, _LETTER, _WIDTH, _HEIGHT = 15, 6.9, 150, 96
 
 #: The numbers of the devices that hold each block, row by row.
@@ -92,10 +92,10 @@ def draw(
 def _lay_out(
     shape: tuple[int, ...], sharding: NamedSharding
 ) -> tuple[list[int], list[int], _Blocks]:
-    """The dims along the rows, the one along the columns, and the blocks.
+    """The dims along the rows, the dim along the columns, and the blocks.
 
-    If more than two dims are split, all but the last are along the rows, the first with the
-    largest blocks.
+    If more than two dims are split, all but the last are along the rows, and the first of
+    them changes most slowly.
     """
     holders: dict[tuple[int, ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -162,7 +162,7 @@ def _svg(title: str, down: str, across: str, blocks: _Blocks) -> Markup:
         viewBox=f"-1 -1 {' '.join(size.values())}",
         role="img",
         aria_label=title,
-        fill="#777",  # Text that light and dark pages can have around it.
+        fill="#777",  # The text is readable on light and on dark pages.
         font_family="ui-sans-serif, system-ui, sans-serif",
         font_size=11,
     )

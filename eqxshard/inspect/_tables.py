@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render(renderable: Any, columns: int = 140) -> str:
-    """Anything that rich can print, as plain text of at most so many columns."""
+    """Anything that rich can print, as plain text at most `columns` characters wide."""
     from rich.console import Console
 
     text = io.StringIO()

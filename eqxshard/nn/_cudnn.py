@@ -69,7 +69,7 @@ def attend(options: Options, *arrays: Array) -> Array:
     packed = _packed.Packed(attend, options.causal, options.window)
     forward = ft.partial(_packed.forward, packed)
     calls = _Calls(forward, ft.partial(_packed.backward, packed))
-    out = _call(calls, *_cudnn_call.vary_alike(query, key, value, *segments))
+    out = _attend_packed(calls, *_cudnn_call.vary_alike(query, key, value, *segments))
     return checkpoint_name(constrain(out, _WHOLE), "attention")
 
 
@@ -81,15 +81,15 @@ class _Calls(NamedTuple):
 
 
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(calls: _Calls, *arrays: Array) -> Array:
+def _attend_packed(calls: _Calls, *arrays: Array) -> Array:
     return in_rows(calls.forward, 4, *arrays)
 
 
-def _forward(calls: _Calls, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+def _packed_forward(calls: _Calls, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     return in_rows(calls.forward, 4, *arrays), arrays
 
 
-def _backward(
+def _packed_backward(
     calls: _Calls, arrays: tuple[Array, ...], grad: Array
 ) -> tuple[Array | None, ...]:
     query, key, value, *segments = arrays
@@ -97,7 +97,7 @@ def _backward(
     return *grads, *[None] * len(segments)
 
 
-_call.defvjp(_forward, _backward)
+_attend_packed.defvjp(_packed_forward, _packed_backward)
 
 
 def _attend(

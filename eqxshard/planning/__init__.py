@@ -1,7 +1,7 @@
-"""What a run will need before there is hardware: memory, communication, time.
+"""Plan a run before there is hardware: its memory, communication and time.
 
-A step is compiled for devices that are not there, in a process of its own, and read. May
-use everything up to `training`, `inspect`, `debug` and `pages`.
+A process of its own compiles the step for devices that are not there, and reads what was
+compiled. This room may import `pages`, `inspect`, `training` and the rooms below them.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Compilers, which are wheels beside JAX or in a folder of their own, and their devices."""
+"""XLA's compilers, in wheels beside JAX or in a folder of their own; and their devices."""
 
 import importlib.metadata
 import os
@@ -23,10 +23,15 @@ _WHEELS = {"gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
 def find_backend(target: Target, wanted: Compiler | None) -> Compiler:
     """The compiler for a target, or that for CPUs if it is not installed.
 
+    **Arguments:**
+
+    - `target`: the kind of device.
+    - `wanted`: the compiler that the user asks for; `None` for either of both.
+
     **Raises:**
 
-    `ValueError` if the wanted one is not installed, is not for this target, or is of
-    another version than JAX.
+    `ValueError` if the wanted compiler is not installed or not for this target, or if the
+    installed one has another version than JAX.
     """
     if wanted not in (None, "cpu", target.compiler):
         raise UsageError(
@@ -61,17 +66,20 @@ def wheels_folder() -> Path:
 
 
 def install(compiler: str) -> str:
-    """The command that installs a compiler where no other process sees it."""
+    """The command that installs a compiler where only plans find it."""
     wheel = _WHEELS[compiler][0]
     requirement = f"{wheel}=={jax.__version__}"
-    if wheel == "libtpu":  # Of the version that JAX asks for.
+    if wheel == "libtpu":  # JAX's own metadata say which version.
         asked = importlib.metadata.requires("jax") or []
         requirement = next((x for x in asked if x.startswith(wheel)), wheel).split(";")[0]
     return f'pip install --no-deps --target "{wheels_folder()}" "{requirement}"'
 
 
 def check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
-    """Raise `ValueError` if so many devices are a part of a host, or of a TPU's slice."""
+    """Raise `ValueError` unless devices fill whole hosts, or whole slices of TPUs.
+
+    Fewer devices than one host has are a part of it.
+    """
     wholes = {"gpu": {"hosts": target.per_host}, "tpu": {"slices": target.per_host}}
     sizes = {name: size for name, size in wholes.get(compiler, {}).items() if count > size}
     if compiler == "tpu" and count > 2:
@@ -85,7 +93,7 @@ def check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
 
 
 def find_devices(target: Target, compiler: Compiler, count: int) -> list[Any]:
-    """As many devices as asked for, which are not there."""
+    """As many devices of a target as asked for, which need not be there."""
     if compiler == "cpu":
         return jax.devices()[:count]
     if compiler == "gpu":
@@ -97,7 +105,7 @@ def find_devices(target: Target, compiler: Compiler, count: int) -> list[Any]:
 
 
 def tpu_topology(target: Target, count: int) -> dict[str, Any]:
-    """The topology of so many chips, as libtpu names it: two or three dims, near a cube."""
+    """The topology of some chips, as libtpu names it: two or three dims, nearly a cube."""
     slices = max(count // target.per_host, 1)
     chips, options = count // slices, dict[str, Any]()
     dims = 2 if target.config in ("v5e", "v6e") else 3
@@ -115,6 +123,6 @@ def tpu_topology(target: Target, count: int) -> dict[str, Any]:
 
 
 def _prime_factors(n: int) -> list[int]:
-    """The largest first."""
+    """The prime factors of a number, the largest first."""
     smallest = next((factor for factor in range(2, n + 1) if n % factor == 0), None)
     return [] if smallest is None else [*_prime_factors(n // smallest), smallest]

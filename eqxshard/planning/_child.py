@@ -1,4 +1,4 @@
-"""The process that compiles: what it is sent, what it does, and what to raise if it fails.
+"""Compile a step in a process of its own: the request, the work, and its errors.
 
 It is a separate process because it may need another platform than this one has started,
 because an error in XLA's C++ ends the process, and so that its memory is given back. It
@@ -43,25 +43,26 @@ from ._plan import Plan
 from ._read import Known, memory_of, read_dump, read_inputs, read_plan
 from ._targets import Compiler, Target
 
-#: What a step is called where it is compiled, whatever its name.
+#: The name that every step is compiled under.
 _PLANNED = "planned_step"
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A step that is lowered, and what to know of it to read what is compiled.
+    """A lowered step, and what is needed to read the compiled program.
 
-    - `module`: from `dump_module`.
-    - `target`, `backend`: what to compile it for, and by which compiler.
-    - `devices`: their number.
-    - `sizes`: of the axes of its mesh.
+    - `module`: the step, from `dump_module`.
+    - `target`, `backend`: the devices to compile it for, and the compiler.
+    - `devices`: the number of devices.
+    - `sizes`: the sizes of the axes of its mesh.
     - `compiler_options`: options of XLA.
-    - `names`: what the user calls its arrays, by their names in the text.
-    - `gradients`: the shapes of gradients on one device, by the names of their arrays.
-    - `linted`: for lint of the text; its batch axes are those of the step.
-    - `inputs`: the arrays that it takes, of a step that is not ours.
-    - `known`: of one of ours, what is known of its memory.
-    - `examples`, `settings`, `findings`, `repeated`, `notes`: of the plan.
+    - `names`: the paths of its arrays, by their names in the compiled text.
+    - `gradients`: the shapes of gradients on one device, by the paths of their arrays.
+    - `linted`: the description of the step for lint, with its batch axes.
+    - `inputs`: the arrays that the step takes, if it is not ours.
+    - `known`: the arrays and their memory, if the step is ours.
+    - `examples`, `settings`, `findings`, `repeated`, `notes`: as in the plan, but of
+        findings and notes those that are known before the step is compiled.
     """
 
     module: bytes
@@ -102,12 +103,12 @@ ELSEWHERE = "In the process that compiles:"
 
 
 def run(request: Request) -> Plan:
-    """Compile in another process, and return what it finds.
+    """Compile a step in another process, and return the plan that it makes.
 
     **Raises:**
 
-    `CompilerError` if the compiler fails, or its process dies; `UsageError` for what it
-    raised on purpose; `RuntimeError` if what it compiled cannot be read.
+    `CompilerError` if the compiler fails, or its process dies; `UsageError` if that process
+    raised one; `RuntimeError` if the compiled program cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="eqxshard-plan-") as name:
         folder = Path(name)
@@ -141,21 +142,21 @@ def child_environment(folder: Path, compiler: Compiler, devices: int) -> dict[st
 
     - `folder`: where the compiler for CPUs writes its texts.
     - `compiler`: the backend.
-    - `devices`: how many CPUs to simulate, for that for CPUs.
+    - `devices`: how many CPU devices to simulate, if it compiles for CPUs.
     """
     path = [entry or os.getcwd() for entry in sys.path]
     flags = os.environ.get("XLA_FLAGS", "")
     if compiler == "cpu":
         dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_pass_re=spmd-partitioning"
         flags = f"{flags} {dump} --xla_dump_hlo_as_text"
-    else:  # Behind the wheels beside JAX.
+    else:  # The wheels beside JAX come first.
         path.append(str(wheels_folder()))
     return {
         **os.environ,
         # No TPU is there to be queried for its place in a cluster, or to be locked.
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # XLA reports nothing about a program that comes out of the cache.
+        # XLA says nothing about a program that comes out of the cache.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices if compiler == "cpu" else 1),
@@ -165,7 +166,13 @@ def child_environment(folder: Path, compiler: Compiler, devices: int) -> dict[st
 
 
 def explain_death(code: int, stderr: str) -> str:
-    """Why the process ended without a result."""
+    """The message about a process that ended without a result.
+
+    **Arguments:**
+
+    - `code`: its return code, as `subprocess` has it.
+    - `stderr`: the text that it wrote there.
+    """
     if code == -signal.SIGKILL:
         return (
             "the process that compiles was killed, most likely because memory ran out; "
@@ -192,19 +199,23 @@ def main() -> None:
         request = pickle.loads((folder / "request").read_bytes())
         result = compile_request(request, folder / "dump")
     except Exception as error:
-        result = describe(error)
+        result = describe_error(error)
     part = folder / "part"
     part.write_bytes(pickle.dumps(result))
     os.replace(part, folder / "result")
 
 
-def describe(error: Exception) -> Failure:
-    """Say of an error whose it is, and what to do about it."""
+def describe_error(error: Exception) -> Failure:
+    """The error to raise in the process that asked: its type, and text with a remedy.
+
+    A mistake of the user's keeps both. An error of XLA's is a `CompilerError`; any other is
+    one of this library, which could not read what XLA had compiled.
+    """
     if isinstance(error, ON_PURPOSE):
         return Failure(type(error), str(error), "")
     kind, said = RuntimeError, type(error).__name__
     first = str(error).strip().split("\n")[0][:300].rstrip(".")
-    message = f"what was compiled cannot be read ({said}: {first}); please report this."
+    message = f"the compiled program cannot be read ({said}: {first}); please report this."
     if isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError):
         kind = CompilerError
         message = f"the step could not be compiled ({said}: {first}); use backend='cpu'."
@@ -213,7 +224,7 @@ def describe(error: Exception) -> Failure:
 
 
 def compile_request(request: Request, dump: Path) -> Plan:
-    """Compile a step that was lowered elsewhere, and read what it needs.
+    """Compile a step that was lowered elsewhere, and read its plan.
 
     **Arguments:**
 
@@ -264,7 +275,7 @@ def dump_module(lowered: jax.stages.Lowered) -> bytes:
 
 
 class CompiledModule(NamedTuple):
-    """What XLA made of a module: its text, and its analysis of the memory."""
+    """A module as XLA compiled it: the text, and its analysis of the memory."""
 
     text: str
     analysis: Any
@@ -313,7 +324,7 @@ def compile_module(
         build = options.executable_build_options
         build.allow_spmd_sharding_propagation_to_parameters = _left_open(main.arg_attrs)
         build.allow_spmd_sharding_propagation_to_output = _left_open(main.result_attrs)
-        # CPUs are there, so what is compiled for them is loaded, too.
+        # CPU devices are there, so their client loads the program as well.
         is_there = devices[0].platform == "cpu"
         executable = (client.compile_and_load if is_there else client.compile)(
             module,
@@ -325,11 +336,12 @@ def compile_module(
 
 
 def _left_open(attributes: Any) -> list[bool]:
+    """For each argument or result of a function, whether it has no sharding."""
     return ["sdy.sharding" not in each for each in attributes]
 
 
 def _whole(request: Request, leaves: Sequence[Leaf]) -> Iterator[str]:
-    """A note on arrays that nobody split, and that are whole on each of several devices."""
+    """A note on arrays without a sharding that are whole on each of several devices."""
     names = [
         leaf.path
         for each, leaf in zip(request.inputs, leaves, strict=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._jax import REMATTED
 from ..compiled._hlo import Instruction, Module, Shape
 
-#: The names of NumPy for the dtypes of XLA that have a peak.
+#: NumPy's names of XLA's dtypes, for those that may have a peak.
 DTYPES = {
     "f64": "float64",
     "f32": "float32",
@@ -37,13 +37,13 @@ FREE = {
     "call",
     "add-dependency",
 }
-#: What reads only a part of its first operand, and what writes only a part of it.
+#: Operations that read only a part of their first operand, or write only a part of it.
 _READS_PART = ("dynamic-slice", "slice", "gather")
 _WRITES_PART = ("dynamic-update-slice", "scatter")
 
-#: Computed again: by `jax.checkpoint`, in the names of operations; by XLA, in those of
-#: instructions.
-_BY_XLA = ".remat"
+#: A part of the names of instructions that XLA computes again to save memory. (What
+#: `jax.checkpoint` computes again has `REMATTED` in the names of its operations.)
+_XLA_REMAT = ".remat"
 
 _DIMS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d," ]*)[\]}]')
 
@@ -51,12 +51,12 @@ _DIMS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d," ]*)[\]}]
 class Product(NamedTuple):
     """A matrix product, a convolution or fused attention.
 
-    - `dtype`: of a factor.
-    - `flops`: its operations.
-    - `again`: those of them that were done before, and are done again to save memory.
-    - `fused`: whether it is attention.
-    - `sizes`: of a matrix product, the rows and columns of a result, the dim that is summed
-        over, and the number of results.
+    - `dtype`: NumPy's name of the dtype of a factor; empty if it is not in `DTYPES`.
+    - `flops`: the number of its floating-point operations.
+    - `again`: how many of them repeat earlier ones, to save memory.
+    - `fused`: whether it is fused attention.
+    - `sizes`: of a matrix product, the rows and columns of a result, the size of the dim
+        that is summed over, and the number of results.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class Costs:
 
         **Arguments:**
 
-        - `again`: whether those that are done again to save memory count.
+        - `again`: whether operations count that repeat earlier ones, to save memory.
         """
         total = Counter[str]()
         for product in self.products(instruction):
@@ -86,7 +86,7 @@ class Costs:
 
     def products(self, instruction: Instruction) -> Iterator[Product]:
         """The matrix products and convolutions of an instruction, or inside a fusion."""
-        by_xla = _BY_XLA in instruction.name
+        by_xla = _XLA_REMAT in instruction.name
         if instruction.opcode == "fusion":
             for _, name in instruction.called():
                 for inside in self._module.computations.get(name, ()):
@@ -128,7 +128,7 @@ class Costs:
         return _bytes(operands[-1 if instruction.opcode == "scatter" else 1])
 
     def _read(self, parameter: Instruction | None, whole: int) -> int:
-        """What a fusion reads of an operand: of a slice, only that."""
+        """The bytes that a fusion reads of an operand: if it slices it, only the slices."""
         if parameter is None:
             return whole
         sliced = 0
@@ -142,7 +142,7 @@ class Costs:
         return min(sliced, whole)
 
     def _written(self, root: Instruction) -> int:
-        """What a fusion writes: of an update in place, only that."""
+        """The bytes that a fusion writes: for an update in place, only the update."""
         if root.opcode == "tuple":
             return sum(map(self._written, self._module.operands(root)))
         if root.opcode == "bitcast":
@@ -150,7 +150,7 @@ class Costs:
         return self._update(root) if root.opcode in _WRITES_PART else _bytes(root)
 
     def _users(self, value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
-        """The users of a value, each after the value or the view of it that it takes."""
+        """Pairs of the value, or a view of it, and an instruction that takes that."""
         for user in self._module.takers(value):
             if user.opcode == "bitcast":
                 yield from self._users(user)
@@ -161,11 +161,11 @@ class Costs:
 def count_flops(module: Module, *, again: bool = True) -> dict[str, float]:
     """The operations of one step on one device, by dtype.
 
-    Of the branches of a condition, those of the one that has the most.
+    Of the branches of a conditional, the one with the most operations counts.
 
     **Arguments:**
 
-    - `again`: whether those that are done again to save memory count.
+    - `again`: whether operations count that repeat earlier ones, to save memory.
     """
     costs = Costs(module)
 
@@ -193,7 +193,7 @@ def _flops(instruction: Instruction, shapes: list[Shape]) -> int:
         return _attention(attributes, shapes[0])
     if "__cudnn$conv" in attributes:
         return _convolution_by_cudnn(attributes, shapes, instruction.shapes[0])
-    # Of a custom call, cuBLAS and its relatives.
+    # Custom calls with contracting dims are those of cuBLAS and its relatives.
     found = _DIMS.search(attributes) if opcode in ("dot", "custom-call") else None
     if found is None:
         return 0
@@ -204,7 +204,7 @@ def _flops(instruction: Instruction, shapes: list[Shape]) -> int:
 def _sizes(
     instruction: Instruction, factors: list[Shape], flops: int
 ) -> tuple[float, float, float, float] | None:
-    """Of a matrix product: rows, columns, depth and batch, from how much each array has."""
+    """The rows, columns, depth and batch of a product, from the sizes of its arrays."""
     if len(factors) < 2 or "dim_labels" in instruction.attributes:
         return None
     left, right, out = map(_size, (*factors[:2], instruction.shapes[0]))
@@ -214,14 +214,14 @@ def _sizes(
 
 
 def _convolution(attributes: str, kernel: Shape, out: Shape) -> int:
-    """For each output a product with the kernel of one output feature."""
+    """The operations of a convolution: each output is a product with part of the kernel."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
     return 2 * _size(out) * _size(kernel) // max(features, 1)
 
 
 def _convolution_by_cudnn(attributes: str, shapes: list[Shape], out: Shape) -> int:
-    """Of a convolution or one of its gradients, which have as many operations.
+    """The operations of a convolution or of one of its gradients, which have as many.
 
     Their labels are those of the convolution, whose kernel and result are among the arrays.
     """
@@ -234,9 +234,10 @@ def _convolution_by_cudnn(attributes: str, shapes: list[Shape], out: Shape) -> i
 
 
 def _attention(attributes: str, query: Shape) -> int:
-    """Two products forward, five backward (one of them again).
+    """The operations of fused attention: two products forward, five backward.
 
-    Half of the keys if it is causal, or those in its window.
+    (One of the five repeats a product of the forward pass.) If it is causal, a query sees
+    half of the keys on average, or those in its window.
     """
     scores = re.search(
         r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]', attributes

@@ -1,7 +1,7 @@
-"""The time model: how long kernels and collectives take about, and why.
+"""The time model: about how long kernels and collectives take, and why.
 
-The compiler's schedule (`_timeline`) says what runs beside what. Here are the seconds of
-each part. Everything that is assumed is in this file, with its source.
+The compiler's schedule (`_timeline`) says which of them run at the same time. This file has
+the seconds of each, and every assumption with its source.
 
 **Kernels** run one after the other. Each takes as long as its arithmetic or its memory,
 whichever is longer at the peaks.
@@ -9,7 +9,7 @@ whichever is longer at the peaks.
 - Matrix products reach `products` of the peak, less what their shape leaves idle (`idle`).
 - Fused attention reaches `attention` of it, copies and elementwise kernels `memory` of the
     bandwidth, and each kernel starts `launch` after the last.
-- The clock, and with it all arithmetic, falls with the limit of power to `exponent`.
+- The clock, and with it all arithmetic, slows down with the power limit to `exponent`.
 - Beside a collective, kernels take `1 + contention` times as long, as NCCL's kernels hold
     a part of the cores and of the memory's bandwidth.
 
@@ -19,8 +19,8 @@ whichever is longer at the peaks.
 - Each takes `latency` to start, `step` for each device that it passes inside a host, and
     `hop` for each change of hosts.
 
-What the model does not know: cores that a collective takes from kernels inside a loop that
-runs beside it, stragglers, congested networks, and the host's own work.
+The model leaves out the cores that a collective takes from kernels in a loop beside it,
+stragglers, congested networks, and the host's own work.
 """
 
 import math
@@ -31,11 +31,11 @@ from typing import NamedTuple
 class Work(NamedTuple):
     """The seconds of kernels at the peaks of a device, by what they wait for.
 
-    - `least`: all of them.
-    - `products`: of matrix products, longer by what their shapes leave idle.
-    - `attention`: of fused attention.
-    - `memory`: of kernels that wait for memory.
-    - `kernels`: their number.
+    - `least`: the seconds of all kernels.
+    - `products`: those of matrix products, longer by what their shapes leave idle.
+    - `attention`: those of fused attention.
+    - `memory`: those of kernels that wait for memory.
+    - `kernels`: the number of kernels.
     """
 
     least: float = 0.0
@@ -44,31 +44,29 @@ class Work(NamedTuple):
     memory: float = 0.0
     kernels: int = 0
 
-    def __add__(self, other: tuple) -> "Work":
-        seconds = (a + b for a, b in zip(self[:4], other[:4], strict=True))
-        return Work(*seconds, kernels=self.kernels + other[4])
-
 
 @dataclass(frozen=True)
 class Efficiency:
     """How much of its peaks a kind of device reaches in steps, by kind of work.
 
-    Without arguments, all of them: steps take as long as `plan.time.step` says.
+    Parts are numbers from 0 to 1, of the fields of an [`eqxshard.planning.Target`][]. By
+    default, a device reaches all its peaks: steps take as long as `plan.time.step` says.
 
-    - `products`: of `flops`, in large matrix products.
+    - `products`: the part of `flops` that large matrix products reach.
     - `tiles`: whether products take longer for what their shape leaves idle, as on GPUs.
-    - `attention`: of `flops`, in fused attention.
-    - `memory`: of `bandwidth`.
-    - `link`, `network`: of the fields of these names, in large collectives.
+    - `attention`: the part of `flops` that fused attention reaches.
+    - `memory`: the part of `bandwidth` that is reached.
+    - `link`, `network`: the parts of these fields that large collectives reach.
     - `launch`: the seconds from one kernel to the next.
     - `latency`: the seconds that a collective takes beside those of its bytes.
-    - `step`: the same for each device that a ring passes inside a host.
-    - `hop`: the same for each time that a ring, or a tree of an all-reduce, changes hosts.
+    - `step`: further seconds for each device that its ring passes inside a host.
+    - `hop`: further seconds for each time that its ring, or the tree of an all-reduce,
+        changes hosts.
     - `contention`: the part by which kernels take longer while a collective is under way.
-    - `power`: the limit of power, in watts, at which all this was found; `None` if it does
-        not matter.
-    - `exponent`: FLOP/s grow with the limit of power to this exponent.
-    - `overall`: of all speeds, as `plan.calibrate` finds it from a step that was measured.
+    - `power`: the power limit, in watts, at which these values were found; `None` if it
+        does not matter.
+    - `exponent`: FLOP/s grow with the power limit to this exponent.
+    - `overall`: a factor on all speeds, as `plan.calibrate` finds it from a measured step.
     """
 
     products: float = 1.0
@@ -87,13 +85,13 @@ class Efficiency:
     overall: float = 1.0
 
     def seconds(self, work: Work, power: float | None, beside: float = 0.0) -> float:
-        """How long kernels take.
+        """The seconds that kernels take.
 
         **Arguments:**
 
-        - `work`: theirs.
-        - `power`: the device's limit.
-        - `beside`: the seconds for which a collective is under way from their start.
+        - `work`: the work of the kernels.
+        - `power`: the device's power limit, in watts; `None` if it is not known.
+        - `beside`: the seconds for which a collective is still under way at their start.
         """
         full = self.power
         clock = (power / full) ** self.exponent if power and full else 1.0
@@ -104,19 +102,20 @@ class Efficiency:
         return took + self.contention * min(took, beside / (1 + self.contention))
 
     def sending(self, seconds: float, part: float, steps: int, hops: int) -> float:
-        """How long a collective takes.
+        """The seconds that a collective takes.
 
         **Arguments:**
 
-        - `seconds`: of its bytes at the peak.
-        - `part`: of the peak that is reached.
-        - `steps`, `hops`: those of its ring.
+        - `seconds`: those of its bytes at the peak.
+        - `part`: the part of the peak that is reached.
+        - `steps`, `hops`: how often its ring passes a device inside a host, and changes
+            hosts.
         """
         latency = self.latency + self.step * steps + self.hop * hops
         return (seconds / part + latency) / self.overall
 
 
-#: With all peaks reached, a step takes the least that it can.
+#: If all peaks are reached, a step takes the least time that it can.
 AT_PEAKS = Efficiency()
 
 
@@ -125,9 +124,9 @@ def _at_peak(work: Work) -> float:
     return work.least - work.attention - work.memory
 
 
-#: The rows and columns of a result that one core of a GPU computes at a time, and the
-#: depth whose time it takes to begin and to write that: tiles of 128 x 256, and 64 of the
-#: depth in each load, as CUTLASS and cuBLAS have them on Hopper.
+#: The rows and columns of a result that one core of a GPU computes at a time; and the
+#: depth that costs as much time as to begin and to write such a tile. CUTLASS and cuBLAS
+#: have tiles of 128 x 256 on Hopper, and load 64 of the depth at a time.
 _TILE, _DEPTH = (128, 256), 64
 
 
@@ -145,26 +144,26 @@ def idle(
 
     **Arguments:**
 
-    - `rows`, `columns`: of one result.
-    - `depth`: the dim that is summed over.
+    - `rows`, `columns`: the shape of one result.
+    - `depth`: the size of the dim that is summed over.
     - `batch`: the number of results.
-    - `cores`: the GPU's streaming multiprocessors.
+    - `cores`: the number of the GPU's streaming multiprocessors.
     """
     tiles = batch * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = tiles / cores
     return 1 - waves / math.ceil(waves) * depth / (depth + _DEPTH)
 
 
-#: What GPUs reach in steps.
+#: The parts of their peaks that GPUs reach in steps.
 #:
 #: `products`, `link` and `exponent` are fitted by benchmarks/backtest.py on one half of the
-#: published runs in benchmarks/published.toml. `link` is below what NCCL reaches alone: its
-#: rings reach 370 of the 450 GB/s of NVLink 4, as the rest is the protocol's
-#: (github.com/NVIDIA/nccl-tests/issues/212, by an author of NCCL), between two, four and
-#: eight devices alike (github.com/NVIDIA/nccl/issues/1455). In steps, messages are smaller
-#: than in these tests, and devices also wait for each other.
+#: published runs in benchmarks/published.toml. `link` is below the part that NCCL reaches
+#: in its own tests: its rings reach 370 of the 450 GB/s of NVLink 4, and the protocol takes
+#: the rest (github.com/NVIDIA/nccl-tests/issues/212, by an author of NCCL), between two,
+#: four and eight devices alike (github.com/NVIDIA/nccl/issues/1455). In steps, messages are
+#: smaller than in these tests, and devices also wait for each other.
 #:
-#: The others are measured by others:
+#: The other values were measured by others:
 #:
 #: - `network`: two hosts reach 46 to 48 of the 50 GB/s of a port
 #:   (github.com/NVIDIA/nccl-tests/issues/290), 248 hosts 0.87 (issues/283 there), and 32
@@ -177,7 +176,7 @@ def idle(
 #:   (forums.developer.nvidia.com/t/337991, where one product takes 1.7 times as long).
 #: - `attention`: FlashAttention 2 and 3 and cuDNN on H100s, 0.35 to 0.65
 #:   (arXiv:2407.08608, section 4).
-#: - `memory`: long copies. `launch` is a usual magnitude.
+#: - `memory`: that of long copies. `launch` has the usual order of magnitude.
 GPUS = Efficiency(
     products=0.71,
     tiles=True,

@@ -8,12 +8,17 @@ from ..compiled._communication import Operation
 from ._efficiency import AT_PEAKS, Efficiency
 from ._targets import Target
 
-#: What carries a collective: the links inside hosts, or the network between them.
+#: The names of the links inside hosts, and of the network between them.
 LINKS = ("link", "network")
 
 
 def link_seconds(operation: Operation, target: Target) -> float | None:
     """The seconds of one run of a collective at the peaks, if nothing else uses the links.
+
+    **Arguments:**
+
+    - `operation`: the collective.
+    - `target`: the devices.
 
     **Returns:**
 
@@ -31,6 +36,12 @@ def seconds_by_link(
     All devices of a host send at once, each through its own port. Between hosts, a
     collective over groups of several devices of each host sends every part over the
     network once: the slower of the two, links or network, decides.
+
+    **Arguments:**
+
+    - `operation`: the collective.
+    - `target`: the devices.
+    - `efficiency`: how much of their peaks they reach.
 
     **Returns:**
 
@@ -60,22 +71,22 @@ def seconds_by_link(
         beyond = operation.bytes * (devices - each) / devices
     else:
         alone = each == 1
-        # The whole that is gathered or reduced, of which each host sends all but its part.
+        # The whole array is gathered or reduced; each host sends all of it but its part.
         whole = operation.sent * devices / max(devices - 1, 1)
         beyond = whole * (across - 1) / across / each
     peak = beyond / target.network
     between = {"network": efficiency.sending(peak, efficiency.network, steps, hops)}
-    if not alone:  # Some goes to other devices of the same host.
+    if not alone:  # Some bytes go to other devices of the same host.
         between["link"] = within
     return between
 
 
 def _ring(kind: str, devices: int, hosts: int) -> tuple[int, int]:
-    """How often what a collective sends is passed on: inside a host, and between hosts.
+    """How often a collective passes data on, one after the other: inside and between hosts.
 
-    Around a ring from each device to the next; of an all-reduce around it twice, but
-    between hosts up and down a tree. All pairs of an all-to-all or a permutation send at
-    once.
+    Data go around a ring, from each device to the next. Those of an all-reduce go around it
+    twice, but up and down a tree between hosts. All pairs of an all-to-all or a permutation
+    send at the same time.
     """
     if kind == "all-reduce":
         return 2 * (devices - hosts), 2 * math.ceil(math.log2(hosts))

@@ -1,4 +1,4 @@
-"""Lower a step here, for devices that are not there: what the process that compiles gets.
+"""Lower a step here for devices that are not there, for the process that compiles it.
 
 `lower_ours` makes the step of `make_train_step` on an abstract mesh; `lower_any` takes any
 other function.
@@ -56,11 +56,11 @@ from ._targets import Compiler, Target, cores_of, target_here
 
 
 class Place(NamedTuple):
-    """Devices that are not there, and a compiler for them.
+    """Devices that are not there, their mesh, and a compiler for them.
 
-    - `target`: their kind.
+    - `target`: the kind of device.
     - `backend`: the compiler.
-    - `sizes`: of the axes of their mesh, in its order.
+    - `sizes`: the sizes of the axes of the mesh, in its order.
     """
 
     target: Target
@@ -69,11 +69,11 @@ class Place(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Their number."""
+        """The number of devices."""
         return math.prod(self.sizes.values())
 
     def mesh(self, explicit: bool | Sequence[str]) -> AbstractMesh:
-        """A mesh of them, as [`eqxshard.make_mesh`][] makes it of devices."""
+        """An abstract mesh, typed as [`eqxshard.make_mesh`][] types one of devices."""
         on_cpus, on_gpus = self.backend == "cpu", self.backend == "gpu"
         device = AbstractDevice(
             device_kind="cpu" if on_cpus else self.target.kind,
@@ -94,9 +94,14 @@ def find_place(
     devices: int | None,
     backend: Compiler | None,
 ) -> Place:
-    """Check where to plan for, and choose the compiler.
+    """Check the devices to plan for, and choose the compiler.
 
     **Arguments:** as for [`eqxshard.plan`][].
+
+    **Raises:**
+
+    `ValueError` if the target or an axis is not known, the devices do not divide over the
+    mesh or over hosts, or the backend is not installed.
     """
     found = Target.named(target) if isinstance(target, str) else target
     for axis in mesh_shape:
@@ -129,8 +134,12 @@ def lower_ours(
 ) -> Request:
     """Lower a step as [`eqxshard.make_train_step`][] makes it.
 
-    **Arguments:** as for [`eqxshard.plan`][]; `options`: the other arguments of
-    `make_train_step`.
+    **Arguments:** as for [`eqxshard.plan`][]; `place` is where to plan for, and `options`
+    are the other arguments of `make_train_step`.
+
+    **Raises:**
+
+    What making the state and the step raises; and as `lower_traced` does.
     """
     check_optim(optim)
     mesh, batch = place.mesh(explicit), jax.tree.map(_abstract, batch)
@@ -199,7 +208,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _arguments(state: TrainState, batch: PyTree) -> dict[str, int]:
-    """The bytes of one device, exactly, of what a step of ours takes."""
+    """The exact bytes on one device of each argument of a step of ours."""
     params, optimizer = _bytes(state.model), _bytes(state.opt_state)
     rows = batch_sharding(state.step.sharding.mesh)
     return {
@@ -239,6 +248,11 @@ def lower_any(
     """Lower any function.
 
     **Arguments:** as for [`eqxshard.plan_step`][].
+
+    **Raises:**
+
+    What the function raises; `TypeError` for `devices=`; `ValueError` as `find_backend`
+    and `check_whole_hosts` do; and as `lower_function` does.
     """
     found = Target.named(target) if isinstance(target, str) else target or target_here()
     compiler = find_backend(found, backend)
@@ -255,8 +269,8 @@ def lower_any(
     notes = [*_notes(step, repeated)]
     if function.jaxpr is None:
         notes.append(
-            "lint read only the compiled text, because the function came lowered, or as "
-            "another library's: it looked for no dtypes, constants and callbacks"
+            "lint read only the compiled text, because the function was lowered before, or "
+            "by another library: it did not look for dtypes, constants and callbacks"
         )
     arguments = dict.fromkeys(each.argument for each in step.inputs)
     return Request(
@@ -280,16 +294,17 @@ def lower_any(
 
 
 def _takes(fn: Any, name: str) -> bool:
+    """True if a function may have an argument of this name."""
     try:
         parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # It has none.
+    except (TypeError, ValueError):  # It has no signature.
         return callable(fn)
     kinds = {each.kind for each in parameters.values()}
     return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _repeated(step: LoweredStep, lowered: jax.stages.Lowered) -> tuple[str, ...]:
-    """The axes over which a function splits nothing."""
+    """The axes of the mesh over which a function splits nothing."""
     split = {
         axis for each in step.inputs for axis in spec_axes(each.spec or PartitionSpec())
     }
@@ -306,7 +321,7 @@ def _notes(step: LoweredStep, repeated: tuple[str, ...]) -> Iterator[str]:
     kept = dict.fromkeys(each.argument for each in step.inputs if step.is_kept(each))
     if kept and not any(each.donated for each in step.inputs):
         yield (
-            f"nothing is donated, so {first_few([*kept])} and what is returned of the same "
-            "shapes are in memory together; give jax.jit donate_argnums for what is not "
-            "needed after the step"
+            f"nothing is donated, so {first_few([*kept])} and the results of the same "
+            "shapes are in memory together; give jax.jit donate_argnums for arguments that "
+            "are not needed after the step"
         )

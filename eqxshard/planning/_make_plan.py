@@ -1,4 +1,4 @@
-"""`plan` and `plan_step`: what a step needs, before there are devices."""
+"""`plan` and `plan_step`: the needs of a step, before there are devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,12 +36,12 @@ def plan(
     compiler_options: Mapping[str, Any] | None = None,
     explicit: bool | Sequence[str] = False,
 ) -> Plan:
-    """What a training step needs on devices that are not there.
+    """Plan a training step on devices that are not there: memory, communication and time.
 
     The very step of [`eqxshard.make_train_step`][] is traced and lowered here. A process
-    of its own compiles it for these devices, and reads its memory, its communication, its
-    arithmetic. Its time is predicted from the peaks of the target, as the least that a step
-    can take, and from how much of them steps reach.
+    of its own compiles it for these devices, and reads its memory, its communication and
+    its arithmetic. The time is predicted twice: as the least that a step can take, from the
+    peaks of the target, and as the time to expect, from how much of its peaks steps reach.
 
     **Arguments:**
 
@@ -55,12 +55,12 @@ def plan(
         may be `-1`, if `devices` is given.
     - `target`: `a100`, `h100`, `h200`, `b200`, `b300`, `gb200`, `tpu-v4`, `tpu-v5e`,
         `tpu-v5p`, `tpu-v6e`, `cpu`, or an [`eqxshard.planning.Target`][].
-    - `devices`: their number, by default the product of the mesh's axes.
+    - `devices`: the number of devices, by default the product of the mesh's axes.
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
         step, and temporaries are an upper estimate.
     - `explicit`: the axes that are Explicit, as for [`eqxshard.make_mesh`][], for a model
-        that is written for them.
+        that is written for such axes.
 
     **Returns:**
 
@@ -70,7 +70,7 @@ def plan(
 
     `ValueError` if the target is not known, the devices do not divide over the mesh or
     over hosts, the backend is not installed, or the step calls the host and is planned
-    for other devices; what making the state and the step raises; `RuntimeError` if the
+    for other devices; whatever making the state and the step raises; `RuntimeError` if the
     compiler fails.
 
     !!! Example
@@ -119,7 +119,7 @@ def plan_step(
     backend: Compiler | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What any jitted function needs on devices that are not there, and its lint.
+    """Plan any jitted function on devices that are not there, and lint it.
 
     The function may be anyone's: of plain JAX, Flax, Haiku or another trainer, with
     `shard_map` or without. It is traced and lowered here, for as many devices as its
@@ -128,28 +128,27 @@ def plan_step(
 
     **Arguments:**
 
-    - `fn`: what `jax.jit` returns, or another function with its `trace` or `lower`, such
-        as those of `nnx.jit` and `eqx.filter_jit`; any other is compiled by `jax.jit`. Or
-        what `lower` returned: then lint reads only the compiled text.
+    - `fn`: a function that `jax.jit` returned, or one with the same methods `trace` or
+        `lower`, such as those of `nnx.jit` and `eqx.filter_jit`; any other is compiled by
+        `jax.jit`. Or the result of its `lower`: then lint reads only the compiled text.
     - `args`, `kwargs`: its arguments: arrays, or `jax.ShapeDtypeStruct`s with the shardings
         that the arrays would have (`eqx.filter_jit` takes only arrays).
     - `mesh`: the mesh to trace it under, for functions and arguments that name only axes.
         A `jax.sharding.AbstractMesh` plans for more devices than there are here.
-    - `target`: as for [`eqxshard.plan`][]. By default the devices at hand.
+    - `target`: as for [`eqxshard.plan`][]; by default, the kind of the devices at hand.
     - `backend`: as for [`eqxshard.plan`][].
 
     **Returns:**
 
-    An [`eqxshard.planning.Plan`][], which prints as tables. Its memory is by argument of
-    the function, and its arrays are all that the function takes.
+    An [`eqxshard.planning.Plan`][], which prints as tables. Its memory is listed by
+    argument of the function, and its arrays are all arrays that the function takes.
 
     **Raises:**
 
-    What the function raises when it is traced; `TypeError` if it is no function, or
-    `devices` is given, which it does not take;
-    `ValueError` if the target is not known, its devices are not whole hosts, the backend is
-    not installed, or the function calls the host and is planned for other devices;
-    `RuntimeError` if the compiler fails.
+    Whatever the function raises when it is traced; `TypeError` if `fn` is no function, or
+    `devices=` is given and it has no such argument; `ValueError` if the target is not
+    known, its devices are not whole hosts, the backend is not installed, or the function
+    calls the host and is planned for other devices; `RuntimeError` if the compiler fails.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-"""A plan: what a step needs, as a value that prints as tables."""
+"""`Plan`: the memory, communication and time of a step, printed as tables."""
 
 import dataclasses
 import html
@@ -24,16 +24,17 @@ from ._timeline import PlannedSpan, make_trace
 class PlannedMemory:
     """The memory of one device, in bytes.
 
-    - `arguments`: of what the step takes, by name: of a plan by [`eqxshard.plan`][]
-        `parameters` (of the model, with what is not trained), `optimizer state`, `other
-        state` (keys, counters, a model's own state) and `batch` (its rows); of one by
-        [`eqxshard.plan_step`][] the arguments of the function.
-    - `gradients`: of all gradients at once, as they are stored. They are temporaries, and
-        some may be gone before others are made. `None` if it is not known.
-    - `temporaries`: of everything that exists only during the step.
-    - `peak`: the most at once.
-    - `device`: what the device has; `None` if it is not known.
-    - `host`: of the host's memory, for what is offloaded; none of it is in the others.
+    - `arguments`: the arguments of the step, by name. In a plan by [`eqxshard.plan`][] they
+        are `parameters` (all arrays of the model, also those that are not trained),
+        `optimizer state`, `other state` (keys, counters, a model's own state) and `batch`
+        (the device's rows of it); in one by [`eqxshard.plan_step`][], the arguments of the
+        function.
+    - `gradients`: all gradients at once, as they are stored. They are temporaries, and
+        some may be gone before others are made. `None` if their size is not known.
+    - `temporaries`: everything that exists only during the step.
+    - `peak`: the most at any time.
+    - `device`: the memory that the device has; `None` if it is not known.
+    - `host`: the host's memory for arrays that are offloaded, which counts nowhere else.
     """
 
     arguments: Mapping[str, int]
@@ -45,46 +46,46 @@ class PlannedMemory:
 
     @property
     def parameters(self) -> int:
-        """Of the model; 0 for a step that is not ours."""
+        """Bytes of the model; 0 in a plan by [`eqxshard.plan_step`][]."""
         return self.arguments.get("parameters", 0)
 
     @property
     def optimizer(self) -> int:
-        """Of the optimizer's state; 0 for a step that is not ours."""
+        """Bytes of the optimizer's state; 0 in a plan by [`eqxshard.plan_step`][]."""
         return self.arguments.get("optimizer state", 0)
 
     @property
     def other_state(self) -> int:
-        """Of the rest of the state; 0 for a step that is not ours."""
+        """Bytes of the rest of the state; 0 in a plan by [`eqxshard.plan_step`][]."""
         return self.arguments.get("other state", 0)
 
     @property
     def batch(self) -> int:
-        """Of the rows of the batch."""
+        """Bytes of the device's rows of the batch."""
         return self.arguments.get("batch", 0)
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes by what takes them, without what only the outputs of a step need."""
+        """The bytes by name, without those that only the outputs of a step need."""
         return {**self.arguments, "temporaries": self.temporaries}
 
     @property
     def left(self) -> int | None:
-        """What is left of the device at the peak; negative if the step does not fit."""
+        """The bytes that are left at the peak; negative if the step does not fit."""
         return None if self.device is None else self.device - self.peak
 
 
 @dataclass(frozen=True)
 class PlannedTime:
-    """The time of a step, in seconds: at least, by the peaks of the target.
+    """The least time of a step, in seconds, by the peaks of the target.
 
     - `step`: the whole step.
-    - `compute`: of instructions that wait for arithmetic.
-    - `memory`: of instructions that wait for memory; `None` if there is no schedule.
-    - `links`: by mesh axes (`fsdp`, `data,fsdp`), how long their collectives take.
-    - `waiting`: the part of it that is not hidden; `None` if there is no schedule.
-    - `about`: the same as it is likely to be, by the target's efficiency: `about.step` is
-        the time to expect. `None` if that is not known, or there is no schedule.
+    - `compute`: the time of instructions that wait for arithmetic.
+    - `memory`: that of instructions that wait for memory; `None` if there is no schedule.
+    - `links`: that of collectives, by the mesh axes that they go over: `fsdp`, `data,fsdp`.
+    - `waiting`: the part of `links` that is not hidden; `None` if there is no schedule.
+    - `about`: the same at the target's efficiency: `about.step` is the time to expect.
+        `None` if the efficiency is not known, or there is no schedule.
     """
 
     step: float
@@ -96,9 +97,10 @@ class PlannedTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds by what takes them: `compute`, `memory`, and links: `fsdp links`.
+        """The seconds by name: `compute`, `memory`, and links, such as `fsdp links`.
 
-        With a schedule they add up to the step: of links, only what is not hidden counts.
+        With a schedule they add up to the step: only the part of links counts that is not
+        hidden.
         """
         links = self.links if self.waiting is None else self.waiting
         waits = {f"{axes} links": seconds for axes, seconds in links.items()}
@@ -106,38 +108,41 @@ class PlannedTime:
 
     @property
     def bound(self) -> str:
-        """The part that takes the most."""
+        """The name of the part that takes the most."""
         parts = self.parts
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step needs on devices that are not there: `print` it.
+    """The memory, communication and time of a step on devices that are not there.
+
+    `print` shows it as tables.
 
     - `target`: the kind of device, an [`eqxshard.planning.Target`][].
     - `backend`: the compiler that was used: `gpu`, `tpu` or `cpu`.
-    - `mesh`: the axes that are larger than 1.
-    - `devices`: their number.
-    - `memory`: of one device, an [`eqxshard.planning.PlannedMemory`][].
-    - `flops`: by dtype, the operations of matrix products of one device in a step,
-        including what is computed again to save memory.
-    - `model_flops`: the same without what is computed again.
-    - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
+    - `mesh`: the sizes of the mesh axes that are larger than 1.
+    - `devices`: the number of devices.
+    - `memory`: that of one device, an [`eqxshard.planning.PlannedMemory`][].
+    - `flops`: by dtype, the floating-point operations of one device's matrix products in a
+        step, including those that are computed again to save memory.
+    - `model_flops`: the same without those that are computed again.
+    - `collectives`: an [`eqxshard.testing.Collective`][] for each in the compiled text.
     - `time`: an [`eqxshard.planning.PlannedTime`][]; `None` if the target's speed is not
         known.
-    - `examples`: of a batch, if it is known which of the arguments that is.
-    - `compile_seconds`: how long it took to compile.
-    - `notes`: what else to know.
+    - `examples`: the number of examples in a batch; `None` if it is not known which
+        arguments are the batch.
+    - `compile_seconds`: the seconds that the compiler took.
+    - `notes`: more sentences on the plan.
     - `leaves`: one [`eqxshard.inspect.Leaf`][] for each array of the model, as
-        [`eqxshard.explain`][] makes them; of a plan by [`eqxshard.plan_step`][], for each
-        array that the function takes.
-    - `timeline`: what the devices do when, as [`eqxshard.planning.PlannedSpan`][]s; `None`
-        if there is no schedule.
-    - `settings`: what the step was made with, as text, by name.
+        [`eqxshard.explain`][] makes them; in a plan by [`eqxshard.plan_step`][], one for
+        each array that the function takes.
+    - `timeline`: the schedule of a device, as [`eqxshard.planning.PlannedSpan`][]s; `None`
+        if there is none.
+    - `settings`: the options of the step, as text, by name.
     - `findings`: what is most likely not meant, as [`eqxshard.lint`][] finds it.
-    - `repeated`: the axes of the mesh over which nothing is split: their devices repeat
-        the same work.
+    - `repeated`: the axes of the mesh over which nothing is split: devices along them
+        repeat the same work.
     """
 
     target: Target
@@ -160,7 +165,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a step fits into the memory of a device; `None` if it is not known."""
+        """True if a step fits into the memory of a device; `None` if that is not known."""
         return None if self.memory.left is None else self.memory.left >= 0
 
     @property
@@ -173,18 +178,17 @@ class Plan:
 
     @property
     def examples_per_second(self) -> float | None:
-        """By all devices, at most."""
+        """The examples per second of all devices, at most; `None` if they are not known."""
         if self.examples is None or not self.time or not self.time.step:
             return None
         return self.examples / self.time.step
 
     @property
     def mfu(self) -> float | None:
-        """The part of the devices' peak that the model's own operations are, at most.
+        """Model FLOPs utilization (MFU), at most: the part of the peak that the model uses.
 
-        This is model FLOPs utilization (MFU): what a step computes again to save memory
-        does not count, and what several devices repeat counts once. The peak of each
-        product is that of its dtype, such as float8.
+        What a step computes again to save memory does not count, and what several devices
+        repeat counts once. The peak of each product is that of its dtype, such as float8.
         """
         used = self._used(self.model_flops)
         if used is None:
@@ -193,14 +197,11 @@ class Plan:
 
     @property
     def hfu(self) -> float | None:
-        """The part of the devices' peak that all operations are, at most.
-
-        This is hardware FLOPs utilization (HFU): all that is executed counts.
-        """
+        """Hardware FLOPs utilization (HFU), at most: all operations count."""
         return self._used(self.flops)
 
     def _used(self, flops: Mapping[str, float]) -> float | None:
-        """The part of the peak that some operations of each device are."""
+        """The part of a device's peak that its operations, by dtype, amount to."""
         if not self.time or not self.time.step or not self.flops:
             return None
         peaks = self.target.flops
@@ -209,20 +210,20 @@ class Plan:
         return busy / self.time.step
 
     def calibrate(self, seconds: float) -> Target:
-        """The target, as fast as a run of this plan was.
+        """The target with the speed that a run of this plan had.
 
         **Arguments:**
 
-        - `seconds`: how long a step took.
+        - `seconds`: the seconds that a step of the run took.
 
         **Returns:**
 
-        The target with another `efficiency.overall`: planned for it, this step takes
+        The target with another `efficiency.overall`: a plan of this step for it has
         `plan.time.about.step == seconds`.
 
         **Raises:**
 
-        `ValueError` if there is no time line, or `seconds` is not positive.
+        `ValueError` if the plan has no timeline, or `seconds` is not positive.
 
         !!! Example
 
@@ -231,10 +232,10 @@ class Plan:
             ```
         """
         self._spans()
-        assert self.time is not None  # With a time line.
+        assert self.time is not None  # A plan with a timeline has it.
         if not seconds > 0:
             raise UsageError(
-                f"seconds={seconds} is no time of a step; give the seconds that one took."
+                f"seconds={seconds} is not positive; give the seconds that a step took."
             )
         reached = self.target.efficiency or AT_PEAKS
         planned = (self.time.about or self.time).step
@@ -243,21 +244,21 @@ class Plan:
         return dataclasses.replace(self.target, efficiency=reached)
 
     def _spans(self) -> tuple[PlannedSpan, ...]:
-        """The time line, if there is one."""
+        """The timeline; `ValueError` if there is none."""
         if self.timeline is None and self.backend != "cpu":
             raise UsageError(
-                f"no time is predicted, because something of {self.target.name} is not "
-                "known, as the notes of the plan say; give it to the Target."
+                f"this plan has no timeline, because something of {self.target.name} is "
+                "not known, as its notes say; give that to the Target."
             )
         if self.timeline is None:
             raise UsageError(
-                f"the backend {self.backend} makes no schedule of {self.target.name}, so "
-                "there is no time line; install the compiler of the target."
+                f"this plan has no timeline, because the backend {self.backend} has no "
+                f"schedule of {self.target.name}; install the compiler of the target."
             )
         return self.timeline
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as values for `json.dumps`, with what follows from them."""
+        """The fields and properties of the plan as values for `json.dumps`."""
         plain = dataclasses.asdict(dataclasses.replace(self, leaves=()))
         plain["leaves"] = [leaf.to_dict() for leaf in self.leaves]
         plain["target"] = {k: v for k, v in plain["target"].items() if k != "config"}
@@ -269,21 +270,21 @@ class Plan:
         return plain | {name: getattr(self, name) for name in names}
 
     def to_trace(self) -> dict[str, Any]:
-        """The time line as values for `json.dumps`, which Perfetto and Chrome open.
+        """The timeline as values for `json.dumps`; Perfetto and Chrome open such files.
 
-        It has a row for what the device does, one for the links of each axis, and one for
-        loops, of which it has the first iteration in detail.
+        It has a row for the device, one for the links of each axis, and one for loops. The
+        first iteration of a loop is shown in detail.
 
         **Raises:**
 
-        `ValueError` if there is no time line.
+        `ValueError` if the plan has no timeline.
         """
         return make_trace(self._spans(), self.collectives)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, as its name says.
+        """Write the plan to a file, in the format that the end of its name says.
 
-        A page holds all it needs, and loads nothing from elsewhere.
+        A page is one file, which loads nothing from elsewhere.
 
         **Arguments:**
 
@@ -292,7 +293,7 @@ class Plan:
 
         **Raises:**
 
-        `ValueError` if the name ends otherwise, or as `to_trace` does.
+        `ValueError` if the name ends otherwise, and as `to_trace` does.
         """
         from ._views import render_page  # It imports this module.
 
@@ -319,7 +320,7 @@ class Plan:
 
 
 def check_plan_file(path: str | os.PathLike[str]) -> None:
-    """Raise `ValueError` unless the name says in which form to write a plan."""
+    """Raise `ValueError` unless the name of a file says in which format to write a plan."""
     file = Path(path)
     if file.suffix.lower() not in (".json", ".html"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a compiled program says: what is sent and why, and how long it takes."""
+"""Read a plan from a compiled program: its collectives, memory, arithmetic and time."""
 
 import dataclasses
 import functools
@@ -28,19 +28,26 @@ from ._plan import Plan, PlannedMemory, PlannedTime
 from ._targets import Compiler, Target
 from ._timeline import Timeline, compute_seconds, read_work
 
-#: Custom kernels are recognised by these words in the text of a module.
+#: Words by which custom kernels are recognised in the text of a module.
 _KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
 
-#: In seconds, a step in which starting its kernels, of a few microseconds each, counts.
+#: The seconds of a step below which the start of kernels counts, a few microseconds each.
 _SHORT = 1e-4
 
 
 def find_operations(module: Module, devices: int, compiler: Compiler) -> list[Operation]:
-    """The collectives in which devices take part together, and not each alone.
+    """The collectives of several devices, without those that each device does alone.
 
     XLA's compiler for CPUs has no reduce-scatters, and widens bfloat16 before it sends it.
-    So its text is that of the partitioner, which is the same on all platforms, and where
-    each device keeps only its part of a sum, other compilers would scatter it.
+    So its text is that of the partitioner, which is the same on all platforms. An
+    all-reduce there counts as a reduce-scatter, as of other compilers, where each device
+    keeps only its part of the sum.
+
+    **Arguments:**
+
+    - `module`: the compiled step.
+    - `devices`: the number of devices.
+    - `compiler`: the compiler that the text is from.
     """
     found = find_collectives(module, devices)
     together = [x for x in found if x.groups is None or x.groups.shape[1] > 1]
@@ -48,7 +55,7 @@ def find_operations(module: Module, devices: int, compiler: Compiler) -> list[Op
 
 
 def _scattered(operation: Operation, module: Module) -> Operation:
-    """The reduce-scatter that an all-reduce is, if each device keeps only its part."""
+    """An all-reduce as a reduce-scatter, if each device keeps only its part of the sum."""
     if operation.kind != "all-reduce" or operation.groups is None:
         return operation
     whole, devices = operation.shapes[0], operation.groups.shape[1]
@@ -79,14 +86,14 @@ def describe_collectives(
     causes: Causes,
     schedule: Timeline | None,
 ) -> Iterator[Collective]:
-    """The collectives of a plan.
+    """The collectives of a plan, with the line and the arrays that cause each.
 
     **Arguments:**
 
     - `operations`: from `find_operations`.
-    - `sizes`: of the axes of the mesh.
-    - `causes`: of the same module.
-    - `schedule`: of these operations, if the compiler is that of the target.
+    - `sizes`: the sizes of the axes of the mesh.
+    - `causes`: those of the same module.
+    - `schedule`: the timeline of these operations, if the compiler is that of the target.
     """
     for number, operation in enumerate(operations):
         hidden = None
@@ -113,9 +120,17 @@ def predict_time(
     schedule: Timeline | None,
     about: Timeline | None = None,
 ) -> PlannedTime:
-    """The time of a step on a target of which all is known that it takes.
+    """The time of a step on a target for which `find_unknown` finds nothing missing.
 
-    Without a schedule of the target, all is hidden behind the longest at best.
+    **Arguments:**
+
+    - `target`: the devices.
+    - `flops`: by dtype, the operations of a device.
+    - `operations`: the collectives.
+    - `sizes`: the sizes of the axes of the mesh.
+    - `schedule`: the timeline at the peaks of the target. Without one, the time is that of
+        the longer of arithmetic and communication, as if the other were hidden behind it.
+    - `about`: the timeline at the efficiency of the target.
     """
     links = defaultdict[str, float](float)
     if schedule is None:
@@ -141,14 +156,14 @@ def predict_time(
 
 
 def find_unknown(target: Target, operations: Sequence[Operation]) -> str:
-    """What has to be known to predict the time of a step, and is not."""
+    """The name of what is missing to predict the time of a step; empty if nothing is."""
     if target.bandwidth is None or not target.flops:
         return "speed of the target" if target.bandwidth else "bandwidth"
     missing = [each for each in operations if link_seconds(each, target) is None]
     if not missing:
         return ""
     if any(each.groups is None for each in missing):
-        return "groups of devices that communicate"
+        return "grouping of devices that communicate"
     return "link" if target.link is None else "network"
 
 
@@ -159,7 +174,7 @@ def make_notes(
     unknown: str,
     least: PlannedTime | None,
 ) -> Iterator[str]:
-    """What else to know of a plan.
+    """The notes of a plan on its compiler, its text and its time.
 
     **Arguments:**
 
@@ -197,7 +212,20 @@ def make_notes(
 
 
 def read_dump(dump: Path, devices: int, step: str) -> str:
-    """The text of a step right after it was partitioned, which one device's never is."""
+    """The text of a step right after it was partitioned.
+
+    (A step for one device is not partitioned: its text is that before optimizations.)
+
+    **Arguments:**
+
+    - `dump`: the folder that XLA wrote to.
+    - `devices`: the number of devices.
+    - `step`: the name of the step.
+
+    **Raises:**
+
+    `ValueError` if there is no such text.
+    """
     name = "after_spmd-partitioning" if devices > 1 else "before_optimizations"
     files = dump.glob(f"*{step}*{name}*.txt")
     latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
@@ -210,12 +238,12 @@ def read_dump(dump: Path, devices: int, step: str) -> str:
 
 
 class Known(NamedTuple):
-    """What is known of the arrays of a step: the bytes of one device.
+    """The arrays that a step takes, and their bytes on one device.
 
-    - `arguments`: of what it takes, by name.
-    - `gradients`: of all gradients at once.
-    - `offloaded`: of what it takes in the host's memory.
-    - `leaves`: each array.
+    - `arguments`: the bytes of the arguments, by name.
+    - `gradients`: the bytes of all gradients at once; `None` if they are not known.
+    - `offloaded`: the bytes of the arguments that are in the host's memory.
+    - `leaves`: the arrays.
     """
 
     arguments: Mapping[str, int]
@@ -225,7 +253,14 @@ class Known(NamedTuple):
 
 
 def read_inputs(inputs: Sequence[Input], module: Module, analysis: Any) -> Known:
-    """What the compiled text says of the arrays of a step: how large each part is."""
+    """The arrays that a function takes, with the size of each part by the compiled text.
+
+    **Arguments:**
+
+    - `inputs`: the arrays of the lowered function.
+    - `module`: its compiled text.
+    - `analysis`: XLA's analysis of its memory.
+    """
     parts = {
         int(x.content): sum(shape.bytes for shape in x.shapes)
         for x in module.computations[module.entry]
@@ -249,7 +284,7 @@ def read_inputs(inputs: Sequence[Input], module: Module, analysis: Any) -> Known
 
 
 def memory_of(target: Target, analysis: Any, known: Known) -> PlannedMemory:
-    """The memory of one device, and of the host."""
+    """The memory of one device and of its host, by XLA's analysis and the known arrays."""
     # The compiler for CPUs does not distinguish memories.
     not_here = known.offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
@@ -279,19 +314,20 @@ def read_plan(
     notes: Sequence[str],
     **others: Any,
 ) -> Plan:
-    """What the text of a compiled step says.
+    """The plan of a compiled step.
 
     **Arguments:**
 
-    - `target`, `backend`, `devices`: what it was compiled for, and by what.
+    - `target`, `devices`, `backend`: the kind and the number of the devices that it was
+        compiled for, and the compiler.
     - `module`: its text.
-    - `sizes`: of the axes of the mesh.
-    - `causes`: of the same text.
-    - `notes`: what else to know.
+    - `sizes`: the sizes of the axes of the mesh.
+    - `causes`: those of the same text.
+    - `notes`: more notes of the plan.
     - `others`: the other fields of the plan.
     """
     operations = find_operations(module, devices, backend)
-    # There is no schedule of the target on a CPU.
+    # The compiler for CPUs makes no schedule of another target.
     schedule = about = None
     if backend != "cpu":
         work = functools.cache(functools.partial(read_work, Costs(module), target))

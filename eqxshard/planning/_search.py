@@ -24,7 +24,7 @@ from ._targets import Compiler, Target
 
 _LOG = logging.getLogger(__name__)
 
-#: The axes that a search may split over.
+#: The axes that a search may make larger than 1.
 _SEARCHED = ("data", "fsdp", "context", "tensor")
 
 #: The most devices that `tensor` and `context` span, where hosts are larger.
@@ -58,13 +58,13 @@ def plan_search(
     - `make_model`, `loss_fn`, `optim`, `batch`, `rule`, `target`, `backend`, `trainable`,
         `precision`, `accumulate`, `nonfinite`, `grad_norms`, `compiler_options`: as for
         `plan`.
-    - `devices`: their number.
+    - `devices`: the number of devices.
     - `meshes`: the mesh shapes to plan. By default, those of `axes` whose `tensor` and
         `context` stay within 8 devices of a host; beyond one host, `fsdp` goes over whole
         hosts.
-    - `axes`: of these meshes, some of `data`, `fsdp`, `context` and `tensor`.
-    - `workers`: how many to compile at a time. Each takes a core, and for a large model
-        a few GB of memory.
+    - `axes`: the axes of these meshes: some of `data`, `fsdp`, `context` and `tensor`.
+    - `workers`: how many meshes to compile for at a time. Each takes a core, and for a
+        large model a few GB of memory.
 
     **Returns:**
 
@@ -76,8 +76,8 @@ def plan_search(
     **Raises:**
 
     `ValueError` if an argument is invalid, such as a mesh of another number of devices;
-    what `plan` raises for the first mesh, if the step can run on none of them. Any other
-    error of the model or the loss function is raised, even if it occurs on one mesh only.
+    what `plan` raises for the first mesh, if the step can run on none of them; and any
+    other error of the model or the loss function, even if it occurs on one mesh only.
 
     !!! Example
 
@@ -99,7 +99,9 @@ def plan_search(
     compiler = find_backend(found, backend)
     shapes = [*(mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes)]
     if not shapes:
-        raise UsageError(f"there are no meshes for {devices} devices; give some.")
+        raise UsageError(
+            f"there is no mesh of {devices} devices to plan; give other axes=, or meshes=."
+        )
     places = [find_place(shape, found, devices, compiler) for shape in shapes]
     options = {
         "rule": rule,
@@ -122,7 +124,7 @@ def plan_search(
         try:
             for place in places:
                 try:
-                    # In this thread, whose settings of JAX may be its own.
+                    # In this thread, because JAX has settings per thread.
                     request = lower_ours(
                         place, make_model, loss_fn, optim, batch, **options
                     )
@@ -131,7 +133,7 @@ def plan_search(
                 else:
                     answers.append(pool.submit(compile, request))
         except BaseException:
-            # Nobody waits for those that have not begun.
+            # Do not wait for meshes that are not begun yet.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     answers = [each.result() if isinstance(each, Future) else each for each in answers]
@@ -147,7 +149,7 @@ def plan_search(
 
 
 def rank(plans: Iterable[Plan]) -> list[Plan]:
-    """Those that fit, the fastest first; of others, what needs the least memory."""
+    """Plans that fit, the fastest first; then the others, by the memory that they need."""
 
     def order(plan: Plan) -> tuple[bool, int | float]:
         if plan.fits is False:
@@ -162,14 +164,14 @@ def rank(plans: Iterable[Plan]) -> list[Plan]:
 def mesh_shapes(
     devices: int, axes: Sequence[str], per_host: int
 ) -> Iterator[dict[str, int]]:
-    """The mesh shapes to try: few, and none that only loses to others.
+    """The mesh shapes to try: few, and none that can only be slower than others.
 
-    Within a host all that divide. Beyond one, a copy of the model is on whole hosts, or
-    on as many devices as its layers are split over.
+    Within a host, they are all shapes that divide. Beyond one, a copy of the model is on
+    whole hosts, or only on the devices that `tensor` and `context` split it over.
 
     **Arguments:**
 
-    - `devices`: their number.
+    - `devices`: the number of devices.
     - `axes`: the axes that may be larger than 1.
     - `per_host`: the number of devices of a host.
 

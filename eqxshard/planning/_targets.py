@@ -23,26 +23,27 @@ class Target:
     """A kind of device, for [`eqxshard.plan`][].
 
     For another network, or a limit on memory, change the fields of a known one:
-    `dataclasses.replace(eqxshard.planning.Target.named("h200"), network=25e9)`. What is
-    `None` is not known, and what follows from it is not predicted.
+    `dataclasses.replace(eqxshard.planning.Target.named("h200"), network=25e9)`. A field
+    that is `None` is not known, and whatever follows from it is not predicted.
 
-    - `name`: such as `h200`.
-    - `kind`: as JAX names it.
+    - `name`: a short name, such as `h200`.
+    - `kind`: JAX's name of the kind of device.
     - `compiler`: the backend of XLA that compiles for it: `gpu`, `tpu` or `cpu`.
-    - `memory`: its bytes.
-    - `bandwidth`: of its memory, in bytes per second.
+    - `memory`: the bytes of its memory.
+    - `bandwidth`: the bytes per second of its memory.
     - `link`: the bytes per second that a device sends to others of its host, in one
         direction; for TPUs, to others of its slice along one axis.
     - `network`: the bytes per second that it sends to another host (of TPUs, slice).
-    - `per_host`: the number of devices that `link` joins: those of a host, or of a rack.
+    - `per_host`: the number of devices that `link` joins: those of a host or a rack, or of
+        a TPU's slice.
     - `flops`: by dtype, the operations per second of dense matrix products.
     - `switched`: whether a switch joins the devices of a host. Without one, as on boards of
         four, a device sends an equal part of `link` to each of the others.
-    - `power`: the limit of power, in watts.
+    - `power`: the power limit, in watts.
     - `efficiency`: how much of these peaks steps reach, an
-        [`eqxshard.planning.Efficiency`][], so that plans say how long a step takes about;
-        `None` if it is not known.
-    - `config`: what the compiler has to know of it: for GPUs the text of XLA's
+        [`eqxshard.planning.Efficiency`][], so that plans predict the time to expect; `None`
+        if it is not known.
+    - `config`: the compiler's description of the device: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """
 
@@ -71,7 +72,7 @@ class Target:
 
         **Raises:**
 
-        `ValueError` if it is another name.
+        `ValueError` if the name is not one of these.
         """
         if name not in _TARGETS:
             raise UsageError(
@@ -82,11 +83,11 @@ class Target:
 
 
 def target_here() -> Target:
-    """The target that the devices at hand are.
+    """The target that has the kind of the devices at hand.
 
     **Raises:**
 
-    `ValueError` if they are none.
+    `ValueError` if there is none.
     """
     kind = jax.devices()[0].device_kind
     # JAX calls a v5p "TPU v5", and a v5e "TPU v5 lite".
@@ -95,14 +96,14 @@ def target_here() -> Target:
     target = next(found, None)
     if target is None:
         raise UsageError(
-            f"the devices at hand ({kind}) are no known target; give target= one of "
+            f"no target has the kind of the devices at hand, {kind}; give target= one of "
             f"{comma_list([*_TARGETS])}, or an eqxshard.planning.Target."
         )
     return target
 
 
 def cores_of(target: Target) -> int:
-    """A GPU's streaming multiprocessors; 1 if products are not cut up for them."""
+    """The number of a GPU's streaming multiprocessors; 1 for other devices."""
     found = re.search(r"core_count: (\d+)", target.config)
     return int(found[1]) if found else 1
 
@@ -147,7 +148,7 @@ def _gpu(
     power: float,
     **chip: Any,
 ) -> Target:
-    """A GPU; `chip` is what else its compiler reads, where it is not as Hopper's."""
+    """A GPU; `chip` has what else its compiler reads, if it differs from Hopper's."""
     read = {**_HOPPER, **chip, "memory": memory, "bandwidth": bandwidth, "kind": kind}
     return Target(
         name=name,
@@ -174,7 +175,7 @@ def _tpu(
         compiler="tpu",
         memory=memory,
         bandwidth=bandwidth,
-        link=2 * link,  # Around a ring in both directions.
+        link=2 * link,  # A ring sends in both directions.
         network=6.25e9,
         per_host=slice,
         flops=peaks_of(kind),
@@ -182,12 +183,12 @@ def _tpu(
     )
 
 
-# GPUs: what the compiler reads is from the specifications in the XLA project
-# (xla/backends/gpu/target_config/specs). NVLink is half of what NVIDIA's datasheets count
-# (both directions: 600, 900, 900 and 1,800 GB/s), on boards of eight. The network is that
-# of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 800
-# Gb/s with B300s (ConnectX-8), of 400 Gb/s with all others. Power, and the peaks of B300s
-# and GB200s, are as published by those who rent and run them (verda.com,
+# GPUs: the fields that the compiler reads are from the specifications in the XLA project
+# (xla/backends/gpu/target_config/specs). NVLink, on boards of eight, has half of what
+# NVIDIA's datasheets count in both directions (600, 900, 900 and 1,800 GB/s). The network
+# is that of NVIDIA's DGX systems: each GPU has an InfiniBand port of 200 Gb/s with A100s,
+# of 800 Gb/s with B300s (ConnectX-8), of 400 Gb/s with all others. Power limits, and the
+# peaks of B300s and GB200s, are as published by those who rent and run them (verda.com,
 # glennklockwood.com). A GB200 is one of the 72 GPUs that NVLink joins in an NVL72.
 _HOPPER: dict[str, Any] = dict(
     cores=132,

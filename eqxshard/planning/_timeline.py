@@ -1,10 +1,10 @@
-"""The time line of a step: the compiler's own schedule, with the seconds of each part.
+"""The timeline of a step: the compiler's own schedule, with the seconds of each part.
 
 Kernels run one after the other. Collectives run beside them, from their `-start` to their
-`-done`, where the devices wait for what is left. The links inside hosts carry one at a time
-and the network between hosts one; one that uses both occupies both. At the peaks of the
-target this is the least that a step takes. `_efficiency` has what else is assumed of its
-speed, and `_links` how long a collective takes.
+`-done`, where the devices wait for the rest of them. The links inside hosts carry one
+collective at a time, and so does the network between hosts; a collective that uses both
+occupies both. At the peaks of the target this is the least time of a step. `_efficiency`
+has the assumptions on how much of the peaks is reached, `_links` the time of a collective.
 """
 
 from collections import defaultdict
@@ -23,17 +23,17 @@ from ._targets import Target, cores_of
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """A part of a planned step's time line.
+    """A part of a planned step's timeline.
 
-    Of what a loop does, it has the first iteration. A step takes `(end - start) * times`,
+    Of a loop, the timeline has the first iteration. A step takes `(end - start) * times`,
     summed over the kinds `compute`, `memory` and `waiting`.
 
-    - `kind`: `compute` or `memory`, for which the device's instructions wait; `waiting`,
-        for a collective; `collective`, during which it is under way; `loop`, all
-        iterations of a loop.
-    - `start`, `end`: in seconds.
-    - `times`: how often a step does it; of a loop, its iterations.
-    - `collective`: its number in `plan.collectives`, if it is of one.
+    - `kind`: `compute` or `memory`, if instructions of the device wait for these;
+        `waiting`, if the device waits for a collective; `collective`, while a collective is
+        under way; `loop`, for all iterations of a loop.
+    - `start`, `end`: seconds from the start of the step.
+    - `times`: how often a step does it; for a loop, the number of iterations.
+    - `collective`: the number of the collective in `plan.collectives`, if there is one.
     """
 
     kind: Literal["compute", "memory", "waiting", "collective", "loop"]
@@ -44,16 +44,17 @@ class PlannedSpan:
 
 
 class Timeline:
-    """What happens when in a step on a target.
+    """The timeline of a compiled step on a target.
+
+    - `spans`: its [`eqxshard.planning.PlannedSpan`][]s, sorted by their start.
 
     **Arguments:**
 
     - `module`: the compiled step.
     - `operations`: its collectives.
     - `target`: the devices.
-    - `efficiency`: how much of their peaks they reach; by default all, so that the step
-        takes at least as long.
-    - `work`: that of an instruction, if it is known; by default it is read.
+    - `efficiency`: how much of their peaks they reach; by default all, for the least time.
+    - `work`: the function from an instruction to its work, by default `read_work`.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class Timeline:
         return _joined(spans), now
 
     def _inside(self, instruction: Instruction) -> tuple[list[PlannedSpan], float]:
-        """What an instruction calls: of the branches of a condition, the longest."""
+        """The spans inside a loop or a call; in a conditional, of the longest branch."""
         called = [name for what, name in instruction.called() if what != "condition"]
         return max(map(self._run, called), key=lambda each: each[1], default=([], 0.0))
 
     def _kernel(self, instruction: Instruction, now: float, busy: float) -> PlannedSpan:
-        """A kernel that starts now, and what is under way beside it ends at `busy`."""
+        """The span of a kernel that starts now, beside collectives that end at `busy`."""
         work = self._work(instruction)
         beside = max(busy - now, 0.0)
         seconds = self._efficiency.seconds(work, self._target.power, beside)
@@ -148,7 +149,7 @@ class Timeline:
 
 
 def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
-    """Without spans of no length; one that goes on with the last is a part of it."""
+    """Spans without empty ones; one that continues the span before is joined with it."""
     joined = list[PlannedSpan]()
     for span in spans:
         last = joined[-1] if joined else None
@@ -160,13 +161,13 @@ def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
-    """The seconds that matrix products take at least."""
+    """The least seconds of matrix products, from their operations by dtype."""
     slowest = min(target.flops.values(), default=float("inf"))
     return sum((n / target.flops.get(dtype, slowest) for dtype, n in flops.items()), 0.0)
 
 
 def read_work(costs: Costs, target: Target, instruction: Instruction) -> Work:
-    """What an instruction of a module, with these costs, asks of a device."""
+    """The work of an instruction on a device of a target, by the costs of its module."""
     memory = costs.bytes(instruction) / (target.bandwidth or float("inf"))
     arithmetic = shaped = attention = 0.0
     for product in costs.products(instruction):
@@ -189,8 +190,8 @@ def make_trace(
 
     **Arguments:**
 
-    - `spans`: of a plan, in their order.
-    - `collectives`: of that plan, which the spans name by number.
+    - `spans`: those of a plan, in their order.
+    - `collectives`: those of the same plan, which the spans name by number.
     """
     rows, events = dict[str, int](), list[dict[str, Any]]()
     for span in spans:

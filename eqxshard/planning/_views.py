@@ -26,16 +26,16 @@ from ..sharding._spec import format_spec
 from ..sharding._text import format_bytes, format_mesh
 from ._plan import Plan, PlannedTime
 
-#: How many collectives, and how many arrays, are printed.
+#: The most collectives, and the most arrays, that are printed.
 _PRINTED = 15
 
-#: The columns of collectives and of arrays.
+#: The columns of the tables of collectives and of arrays.
 COLLECTIVES = ("axes", "kind", "times", "each", "in all", "hidden", "in a loop", "cause")
 ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "in all")
 
 
 def print_plan(plan: Plan) -> Iterator[str]:
-    """The parts of a plan as text."""
+    """The parts of a printed plan."""
     memory = plan.memory.parts
     if plan.memory.gradients is not None:
         gradients = format_bytes(plan.memory.gradients)
@@ -93,7 +93,7 @@ def _summary(plan: Plan) -> Iterator[str]:
 
 
 def say_time(plan: Plan) -> str:
-    """How long a step takes, and what for."""
+    """A clause on how long a step takes, and what bounds it."""
     assert plan.time is not None
     said = f"at least {format_seconds(plan.time.step)}"
     if plan.time.about is not None:
@@ -107,7 +107,7 @@ def _say_parts(time: PlannedTime) -> str:
 
 
 def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
-    """The examples per second at this time, and a few words more."""
+    """The examples per second of a step that takes this time, and the size of a batch."""
     assert plan.examples is not None
     speed = plan.examples / time.step
     # Four digits, without an exponent.
@@ -129,12 +129,12 @@ def flops_again(plan: Plan) -> float:
 
 
 def say_lack(plan: Plan) -> str:
-    """By how much a step does not fit."""
+    """A clause on how much memory each device lacks."""
     return f"It does not fit: each device lacks {format_bytes(-(plan.memory.left or 0))}"
 
 
 def collective_rows(plan: Plan, most: int | None = None) -> list[list[str]]:
-    """The rows of `COLLECTIVES`, naming at most so many arrays in each."""
+    """The rows of the table of collectives, with at most `most` names of arrays in each."""
     rows = list[list[str]]()
     for each in sorted(plan.collectives, key=lambda each: -each.sent_in_all):
         names, rest = [*each.leaves[:most]], len(each.leaves[most:]) if most else 0
@@ -155,12 +155,12 @@ def collective_rows(plan: Plan, most: int | None = None) -> list[list[str]]:
 
 
 def array_columns(plan: Plan) -> Sequence[str]:
-    """`ARRAYS`, as far as the plan knows them: of a function it is only what it takes."""
+    """The columns of the table of arrays; for a function, gradients are not known."""
     return ARRAYS if plan.memory.gradients is not None else ARRAYS[:5]
 
 
 def array_rows(plan: Plan) -> list[list[str]]:
-    """The rows of `array_columns`."""
+    """The rows of the table of arrays, the largest first."""
     rows, columns = list[list[str]](), len(array_columns(plan))
     for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total):
         sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
@@ -245,19 +245,22 @@ def _time(plan: Plan) -> Markup:
         return Markup("")
     least, about = plan.time, plan.time.about
     parts = [
-        # Of the links, what is waited for.
+        # The parts of links are the times that the device waits for them.
         Part("waiting" if name.endswith(" links") else name, name, seconds, text)
         for name, seconds in (about or least).parts.items()
         if (text := format_seconds(seconds)) and seconds
     ]
-    said = "At least: a roofline over the compiler's schedule. Real steps take longer."
+    said = "The least time, by the compiler's schedule. Real steps take longer."
     if about is not None:
         said = (
-            "About: the compiler's schedule, at the efficiency of the target. At least: "
-            f"{format_seconds(least.step)}."
+            "The time to expect, by the compiler's schedule at the efficiency of the "
+            f"target. The least time is {format_seconds(least.step)}."
         )
     if least.waiting is None:
-        said = "Without a schedule of the target, all may be hidden behind the longest."
+        said = (
+            "The least time, without a schedule of the target: compute may hide all links, "
+            "or the reverse."
+        )
     return _bar("time", "Time of a step", said, parts)
 
 
@@ -278,7 +281,7 @@ def _memory(plan: Plan) -> Markup:
             "exist at once."
         )
     if memory.host:
-        said += f" What is offloaded takes {format_bytes(memory.host)} of the host."
+        said += f" Offloaded arrays take {format_bytes(memory.host)} of the host."
     limit = memory.device if plan.fits is False else None
     return _bar("memory", "Memory of a device", said, parts, limit)
 
@@ -286,7 +289,7 @@ def _memory(plan: Plan) -> Markup:
 def _bar(
     name: str, title: str, said: str, parts: Sequence[Part], limit: int | None = None
 ) -> Markup:
-    """A card with a bar, and its parts as a table."""
+    """A card with a bar and a table of its parts."""
     whole = sum(part.size for part in parts)
     bar, legend = draw_bar(parts, whole, limit), draw_legend(parts, whole, title)
     return card(name, title, tag("p", said), bar, legend)

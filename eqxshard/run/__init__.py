@@ -1,6 +1,6 @@
 """Everything around training in a script: options, devices, a run folder, and `train`.
 
-The pieces can be used one by one. May use every other room; nothing uses this one.
+The pieces can be used one by one. This room may import every other room; none imports it.
 """
 
 import lazy_loader

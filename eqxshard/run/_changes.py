@@ -1,18 +1,24 @@
-"""What differs between runs, or between the starts of one."""
+"""The differences between two runs, or between two starts of one run."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..sharding._text import format_mesh
 
-#: Settings that are of one start of a run, and not of the run.
+#: Settings that belong to one start of a run, not to the run.
 _OF_A_START = ("resume", "overwrite", "output", "profile", "traceback")
 
 
 def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What runs, or the starts of one, may differ in, as text by name."""
+    """The settings, versions, data, mesh and devices of a run, as text by name.
+
+    **Arguments:**
+
+    - `facts`: those of a run, or of one start of it, as `run.json` has them.
+    """
     found = {**(facts.get("settings") or {}), **(facts.get("versions") or {})}
-    # Options have such names, too, and may not say what they came to.
+    # Below, facts replace settings of the same names: the options `mesh` and `devices`
+    # may be unset.
     found |= {name: facts.get(name) for name in ("data", "parameters")}
     if devices := facts.get("devices"):
         found["mesh"] = format_mesh(facts.get("mesh") or {})
@@ -24,10 +30,15 @@ def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two starts of a run, such as `seed 0 -> 1`."""
+    """The differences between two starts of a run, such as `seed 0 -> 1`.
+
+    **Arguments:**
+
+    - `before`, `now`: the facts of both starts, as for `comparable`.
+    """
     old, new = comparable(before), comparable(now)
     if "steps" in {**old, **new}:
-        # Who gives these gives no epochs; both starts have a last step.
+        # A run is given epochs or steps. Every start records its last step: compare these.
         for found, facts in ((old, before), (new, now)):
             found.pop("epochs", None)
             found["steps"] = str(facts.get("steps"))

@@ -7,11 +7,12 @@ from ..pages._format import format_number, format_value
 from ..pages._kit import Markup, tag
 from ._recorded_run import SPEED, Point, RecordedRun
 
-#: The most points of a curve that are on the page.
+#: The largest number of points that are drawn for a curve.
 MOST_POINTS = 600
-#: The units of an SVG, which is stretched to the width of the page.
+#: The size of an SVG in its own units; the page stretches it to its width.
 _WIDTH, _HEIGHT = 1000, 400
-#: Larger numbers are drawn as this one: a difference of two is still a number.
+#: Larger numbers are drawn at this height, so that the difference of two heights is still
+#: finite.
 _LARGEST = 1e300
 
 
@@ -20,7 +21,7 @@ def draw_curves(run: RecordedRun) -> Markup:
     charts = dict[str, dict[str, Sequence[Point]]]()
     for (metric, kind), points in run.series.items():
         charts.setdefault(metric, {})[kind] = thin(points)
-    if SPEED in charts:  # It is the last that one looks for.
+    if SPEED in charts:  # Last: readers look for losses first.
         charts[SPEED] = charts.pop(SPEED)
     if not charts:
         return tag("p", "Nothing is logged yet.")
@@ -32,10 +33,10 @@ def draw_curves(run: RecordedRun) -> Markup:
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """At most this many points: the lowest and the highest of each stretch of a curve."""
+    """Thin a curve to at most `most` points: the lowest and highest of each stretch."""
     if len(points) <= most:
         return points
-    # What is not finite is kept before a low, so that there is a gap.
+    # A value that is not finite counts as the lowest, so that it is kept and leaves a gap.
     heights = [p.value if math.isfinite(p.value) else -math.inf for p in points]
     count, kept = most // 2 - 1, {0, len(points) - 1}
     for n in range(count):
@@ -107,7 +108,7 @@ def _line(style: str, path: str) -> Markup:
 
 
 def _span(values: Iterable[int | float], margin: float) -> tuple[float, float]:
-    """The ends of an axis for some values, with a margin as a part of its length."""
+    """The ends of an axis: the range of some values, and this part of it at each end."""
     found = [min(max(float(value), -_LARGEST), _LARGEST) for value in values] or [0.0]
     low, high = min(found), max(found)
     room = margin * (high - low)
@@ -120,7 +121,7 @@ def _ticks(low: float, high: float) -> Iterator[float]:
     """Three to six round numbers between the ends of an axis."""
     third = (high - low) / 3
     power = 10.0 ** math.floor(math.log10(third))
-    # A power that is rounded up may be too large.
+    # The power may be rounded up beyond a third: then half of it is right.
     step = next(n * power for n in (5, 2, 1, 0.5) if n * power <= third)
     yield from (n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1))
 

@@ -21,7 +21,7 @@ from ._exit import exit_on_errors
 
 _Args = TypeVar("_Args")
 
-#: How to see the frames that are left out, where no option of the script shows them.
+#: How to see the frames that a traceback leaves out, for scripts without `--traceback`.
 _FILTERING = "JAX_TRACEBACK_FILTERING=off shows them"
 
 
@@ -36,26 +36,26 @@ def cli(
     Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
     joins others, if there are any ([`eqxshard.initialize`][]). JAX keeps what it compiles
     for the next start: in the folder that `JAX_COMPILATION_CACHE_DIR` names, else in one in
-    the user's cache directory. With `--plan` it does neither, and uses CPU devices alone:
-    its call of [`eqxshard.train`][] prints a plan and ends the process.
+    the user's cache directory. With `--plan`, it does neither and uses only CPU devices:
+    the script's call of [`eqxshard.train`][] prints a plan and ends the process.
 
-    Arguments that tyro refuses, what this library raised on purpose, and an
-    [`eqxshard.UsageError`][] of the script end it with exit status 2; the latter two with
-    one line on stderr. Another error is a bug: its traceback leaves out the frames of this
-    library, JAX and Equinox, and `--traceback` of a `RunConfig` shows all of it; the exit
-    status is 1.
-    Ctrl-C ends with status 130, SIGTERM with 143.
+    Arguments that tyro refuses end the script with exit status 2. So does an
+    [`eqxshard.UsageError`][] (or its twin for types), whether this library raised it or the
+    script: it is printed as one line on stderr. Devices that run out of memory are also
+    reported without a traceback. Any other error is a bug: its traceback leaves out the
+    frames of this library, JAX and Equinox, and `--traceback` of a `RunConfig` shows all of
+    it. The exit status of both is 1. Ctrl-C ends with status 130, SIGTERM with 143.
 
     **Arguments:**
 
-    - `main`: called with the parsed arguments. What it returns is printed last, if it is
-        not `None`: a text of yours, or what [`eqxshard.train`][] returned. Of several
-        processes, the first prints it.
+    - `main`: called with the parsed arguments. If it returns something, such as a text or
+        the result of [`eqxshard.train`][], that is printed at the end. With several
+        processes, only the first prints it.
     - `args_type`: a dataclass of the arguments: its docstring and those of its fields are
-        the help. The options of a nested dataclass are a group of their own, with the
-        name of its field before them, as in `--encoder.width`; those of
-        [`eqxshard.RunConfig`][] have none. A `RunConfig` carries all arguments, as they
-        were parsed, and [`eqxshard.train`][] records them.
+        the help. The options of a nested dataclass form a group, with the name of its
+        field as their prefix, as in `--encoder.width`; those of [`eqxshard.RunConfig`][]
+        have no prefix. A `RunConfig` carries all arguments, as they were parsed, and
+        [`eqxshard.train`][] records them.
     - `args`: the arguments, those of the command line by default.
 
     !!! Example
@@ -87,7 +87,7 @@ def cli(
                     _run(main, parsed)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr, flush=True)
-        # What reads it may be gone.
+        # Whatever reads stdout may be gone.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
@@ -96,27 +96,27 @@ def cli(
 
 
 def _errors_of(run: RunConfig | None) -> contextlib.AbstractContextManager[None]:
-    """How errors end a script with these options."""
+    """The context in which errors end a script with these options."""
     if run is None:
         return exit_on_errors(remedy=_FILTERING)
     return exit_on_errors(whole_traceback=run.traceback)
 
 
 def _plan(main: Callable[[_Args], object], parsed: _Args, plan: str) -> None:
-    """Call the main function, which ends the process when it has printed the plan."""
-    # The accelerators of this machine are not needed.
+    """Call the main function: its call of `train` prints the plan and ends the process."""
+    # A plan needs none of the accelerators of this machine.
     jax.config.update("jax_platforms", "cpu")
     main(parsed)
     raise UsageError(
-        f"{flag('plan')} {plan} plans what eqxshard.train would do, which was not called; "
-        "leave it out."
+        f"{flag('plan')} {plan} plans the step of eqxshard.train, which this script did "
+        f"not call; leave {flag('plan')} out."
     )
 
 
 def _run(main: Callable[[_Args], object], parsed: _Args) -> None:
     """Call the main function, and print what it returns."""
-    # absl's logging, which Grain uses, would put the names of loggers before what they
-    # say.
+    # Otherwise absl's logging, which Grain uses, would print the name of the logger before
+    # each message.
     logging.basicConfig(format="%(message)s")
     _cache_compiled()
     initialize()
@@ -126,12 +126,12 @@ def _run(main: Callable[[_Args], object], parsed: _Args) -> None:
 
 
 def _cache_compiled() -> None:
-    """Have JAX keep all that it compiles in a folder, for the next start."""
+    """Have JAX keep everything that it compiles in a folder, for the next start."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         folder = platformdirs.user_cache_path("eqxshard") / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    # JAX's default leaves out what compiles in less than a second, as most of a small
-    # model's start does.
+    # By default, JAX does not keep what compiles in less than a second, as most programs of
+    # a small model do.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -140,7 +140,8 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, RunConfi
 
     **Raises:**
 
-    `SystemExit` with status 2, once tyro has said what is wrong.
+    `SystemExit` with status 2, once tyro has said what is wrong; `ValueError` as
+    `_check_names` does.
     """
     _check_names(args_type)
     parsed: Any = tyro.cli(args_type, args=args, config=(tyro.conf.DisallowNone,))
@@ -155,7 +156,13 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, RunConfi
 
 
 def _check_names(args_type: type) -> None:
-    """Refuse an argument of a script whose option `RunConfig` has, too."""
+    """Refuse arguments that would be confused with the options of a `RunConfig`.
+
+    **Raises:**
+
+    `ValueError` if an argument of the script has the name of an option, or several
+    arguments are a `RunConfig`.
+    """
     types = get_type_hints(args_type)
     runs = [name for name, kind in types.items() if kind is RunConfig]
     if len(runs) > 1:

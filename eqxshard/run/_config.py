@@ -86,7 +86,7 @@ class RunConfig:
     track: Annotated[tuple[Service, ...], default("none")] = ()
     """Services that get the metrics, too: wandb, mlflow, or both."""
     hang_seconds: Annotated[float | None, default("never", "SECONDS")] = None
-    """End a run that waits longer for one thing, so that it is started again."""
+    """End a run that waits longer than this, so that it can be started again."""
     profile: Annotated[str | None, default("none", "START:STOP")] = None
     """Write a profile of these steps to the folder profile in --output."""
     plan: Annotated[str | None, default("none", "COUNTxDEVICE")] = None
@@ -95,7 +95,7 @@ class RunConfig:
     """Write the plan of --plan to this file: a page, .html; .json; or .trace.json."""
     traceback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """At an error, show the whole traceback."""
-    # Not an option. It may be of any type, which need not have a hash.
+    # Not an option of the command line. It may be of any type, also of one without a hash.
     arguments: Annotated[Any, tyro.conf.Suppress] = field(
         default=None, repr=False, compare=False
     )
@@ -167,12 +167,13 @@ class RunConfig:
 
         **Returns:**
 
-        The mesh. With `plan`, text is a mesh of as many simulated CPU devices as the plan
-        has.
+        The mesh. With `plan`, a mesh given as text consists of simulated CPU devices, as
+        many as the plan has.
 
         **Raises:**
 
-        `ValueError` if the options do not fit the devices, or would change a mesh.
+        `ValueError` if the options do not fit the devices, or would change a mesh that is
+        not given as text.
         """
         if isinstance(mesh, str):
             devices = self.devices if self.plan is None else parse_plan(self.plan)[0]
@@ -215,11 +216,11 @@ def parse_profile(text: str) -> tuple[int, int]:
 
 
 def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of some steps: as it is given, or made for them.
+    """The optimizer of a run: `make_optim`, or what it returns for the number of steps.
 
     **Raises:**
 
-    `TypeError` if it is no optimizer and no function of the number of steps, but one of
+    `TypeError` if `make_optim` is neither an optimizer nor a function, or is a function of
     the learning rate, such as `optax.adam`.
     """
     if is_optimizer(make_optim):
@@ -230,9 +231,10 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
             f"make_optim is a {name}; give an optimizer, such as optax.adam(1e-3), or a "
             "function from the number of steps to one."
         )
-    # It would take the number of steps as its learning rate.
+    # These would take the number of steps as their learning rate.
     is_optax = (getattr(make_optim, "__module__", None) or "").startswith("optax")
-    if is_optax or "learning_rate" in inspect.signature(make_optim).parameters:
+    first = next(iter(inspect.signature(make_optim).parameters), None)
+    if is_optax or first == "learning_rate":
         raise UsageTypeError(
             f"make_optim={name} would get the number of steps, {steps}, as its learning "
             f"rate; give an optimizer, such as {name}(1e-3), or a function of the steps, "
@@ -244,11 +246,18 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
 def last_step(
     config: RunConfig, epochs: int | None, steps: int | None, of: Steps | None
 ) -> int:
-    """The step to end at: of the user's options, or else of the script's.
+    """The step to end at, by the user's options or else by the script's arguments.
 
     **Arguments:**
 
+    - `config`: the user's options.
+    - `epochs`, `steps`: the script's arguments of these names.
     - `of`: which epoch each step is in; `None` for data without epochs.
+
+    **Raises:**
+
+    `ValueError` unless exactly one of both is given, if epochs are given for data without,
+    or if the step does not fit into 32 bits.
     """
     if config.steps is not None or config.epochs is not None:
         epochs, steps = config.epochs, config.steps

@@ -18,7 +18,7 @@ from ..sharding._text import comma_list, did_you_mean
 #: The most CPU devices that JAX can make in a few seconds.
 _MOST_SIMULATED = 4096
 
-#: The flag of XLA that says how many there are, unless JAX's own option does.
+#: XLA's flag for the number of CPU devices, which counts unless JAX's own option is set.
 _XLA_COUNT = "--xla_force_host_platform_device_count="
 
 
@@ -140,8 +140,8 @@ def find_devices(count: int | None = None) -> list[Any]:
 
     **Raises:**
 
-    `ValueError` if JAX finds none, or fewer; or if these are not all devices of several
-    processes.
+    `ValueError` if JAX finds no devices, or fewer; or if there are several processes, and
+    `count` leaves out some of their devices.
     """
     try:
         found = jax.devices()

@@ -1,4 +1,4 @@
-"""`Evaluation`: how a run measures its model; and the names of the metrics of a run."""
+"""`Evaluation`: how a run measures its model. Also the names of a run's metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,18 @@ class Evaluation:
         precision: Precision | None,
         lint: Lint,
     ) -> "Evaluation | None":
-        """That of a run, whose data are read to their end; `None` if it has none."""
+        """The evaluation of a run, which reads its data to their end.
+
+        **Arguments:** as for [`eqxshard.train`][]; `source` is its `eval_data`.
+
+        **Returns:**
+
+        The evaluation; `None` without `metric_fn` or without data.
+
+        **Raises:**
+
+        `ValueError` if the data are endless, or as `make_loader` does.
+        """
         if metric_fn is None or source is None:
             return None
         step = make_eval_step(metric_fn, precision=precision, lint=lint)
@@ -77,7 +88,7 @@ class Evaluation:
         return evaluate(model, self.step, self.loader)
 
     def names(self, state: PyTree) -> list[str]:
-        """The metrics, such as `eval/loss`; traces the evaluation.
+        """The names of the metrics, such as `eval/loss`, by tracing the evaluation.
 
         **Raises:**
 
@@ -88,7 +99,7 @@ class Evaluation:
 
 
 def metric_names(kind: str, lowered: jax.stages.Lowered) -> list[str]:
-    """The metrics of a step that is lowered, such as `train/loss`."""
+    """The names of the metrics of a lowered step, such as `train/loss`."""
     (_, metrics), _ = lowered.out_info
     return [f"{kind}/{name}" for name in metrics.totals]
 
@@ -100,34 +111,38 @@ def check_metrics(
     best: str | None,
     callbacks: Sequence[Callback],
 ) -> None:
-    """Look for the metrics that others wait for, before the first step.
+    """Refuse names of metrics that no report will have, before the first step.
 
     **Arguments:**
 
+    - `evaluation`: the evaluation of the run, if it has one.
+    - `state`: the state, or states by name.
     - `lowered`: the train step, for the names of its metrics; `None` if they are not known.
+    - `best`: the metric by which the best checkpoint is kept.
+    - `callbacks`: those of the run, in which each `EarlyStopping` waits for a metric.
 
     **Raises:**
 
-    `ValueError` if a metric is waited for that no report will have; and as
-    `Evaluation.names` does.
+    `ValueError` for a name that no report will have; and as `Evaluation.names` does.
     """
     check_evaluated(callbacks, evaluation)
     names = [] if evaluation is None else evaluation.names(state)
     evaluated = [*names]
-    # What may be reported under names that are not known here.
+    # Prefixes of reports whose names are not known here.
     others = ["train/"] if lowered is None else []
     if lowered is not None:
         names += metric_names("train", lowered)
     for each in callbacks:
         if isinstance(each, EvaluateEMA):
-            ema_model(state)  # It refuses a state that has no average.
+            ema_model(state)  # This refuses a state without an average.
             if each.evaluate is None:
                 names += [name.replace("eval/", "ema/", 1) for name in evaluated]
             else:
                 others.append("ema/")
         names += ["learning_rate"] * isinstance(each, LearningRate)
         names += ["tokens_per_second", "mfu"] * isinstance(each, Throughput)
-    # Callbacks of the user's own may report anything.
+    # Callbacks of the user's own may report any name, and as late as the first evaluation:
+    # only its report shows that a metric is missing.
     has_others = any(not isinstance(each, _KNOWN) for each in callbacks)
     stops = [each for each in callbacks if isinstance(each, EarlyStopping)]
     wanted = [("best", best), *(("EarlyStopping's metric", x.metric) for x in stops)]

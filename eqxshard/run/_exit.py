@@ -1,4 +1,4 @@
-"""What a program prints of an error: one line, or where in the user's code it was."""
+"""How an error ends a program: with one line, or with a traceback of the user's code."""
 
 import contextlib
 import sys
@@ -20,7 +20,7 @@ def filtering_tracebacks(how: str) -> Iterator[None]:
 
     **Arguments:**
 
-    - `how`: `"off"` keeps all frames.
+    - `how`: a value of this option; `"off"` keeps all frames.
     """
     before = jax.config.values["jax_traceback_filtering"]
     jax.config.update("jax_traceback_filtering", how)
@@ -34,11 +34,11 @@ def filtering_tracebacks(how: str) -> Iterator[None]:
 def exit_on_errors(
     *, whole_traceback: bool = False, remedy: str = "--traceback shows them"
 ) -> Iterator[None]:
-    """End the process at an error.
+    """End the process at an error, with a message on stderr.
 
-    A `UsageError` is one line, and the exit status is 2. Devices without enough memory are
-    one message. Another error has its traceback, without the frames of this library, JAX
-    and Equinox. The exit status of both is 1.
+    A `UsageError` or a `UsageTypeError` prints one line, and the exit status is 2. Devices
+    that run out of memory print one message, and any other error prints its traceback
+    without the frames of this library, JAX and Equinox. The exit status of both is 1.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def exit_on_errors(
     - `remedy`: how to see the frames that are left out.
     """
     how = "off" if whole_traceback else jax.config.values["jax_traceback_filtering"]
-    # Without a note that JAX has removed its frames, which is done here.
+    # With "auto", JAX would add its own note on removed frames to that of `_print_short`.
     how = "tracebackhide" if how == "auto" else how
     try:
         with filtering_tracebacks(how):

@@ -1,4 +1,4 @@
-"""Facts of the process that runs: its devices, their memory, versions, the machine."""
+"""Facts about this process: its devices and their memory, versions, the machine."""
 
 import contextlib
 import importlib.metadata
@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-#: The packages whose versions matter most; the second line is for accelerators.
+#: The packages whose versions matter most, and the plugins for accelerators.
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """The mesh of a run, and the devices that it is made of, as values for JSON."""
+    """The mesh of a run, its devices, the machine and the command, as JSON values."""
     first, *others = mesh.devices.flat
     beside = [each for each in others if each.process_index == first.process_index]
     return {
@@ -27,7 +27,7 @@ def describe_devices(mesh: Mesh) -> dict[str, Any]:
             "per_process": 1 + len(beside),
         },
         "system": platform.platform(),
-        # Not on the page, which is attached to issues.
+        # Not shown on the page, which users attach to issues.
         "host": platform.node(),
         "command": shlex.join(sys.argv),
     }
@@ -35,7 +35,7 @@ def describe_devices(mesh: Mesh) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of Python, of this library, and of the packages that it is built on."""
-    # Not by an import, as this module is a part of it.
+    # Importing eqxshard here would be circular.
     ours = {"python": platform.python_version()}
     ours |= {"eqxshard": sys.modules["eqxshard"].__version__}
     for name in (*_PACKAGES, *_PLUGINS):
@@ -45,7 +45,10 @@ def versions() -> dict[str, str]:
 
 
 def peak_memory() -> dict[str, int] | None:
-    """The most bytes that were in use on a device of this process, if devices tell."""
+    """The peak of memory use of a device of this process, and its limit, in bytes.
+
+    `None` if the devices do not say, as CPUs do not.
+    """
     found = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in found if "peak_bytes_in_use" in each]
     limits = [each["bytes_limit"] for each in found if "bytes_limit" in each]

@@ -12,5 +12,5 @@ def read_log(paths: RunPaths, waiting: Sequence[str]) -> list[dict[str, Any]]:
     """The reports in `metrics.jsonl`, and then those in lines that wait for room."""
     lines = [line for _, line in read_whole_lines(paths.metrics)]
     lines += [json.loads(text) for text in waiting]
-    # Somebody may have written others between them.
+    # Users may have written other lines between them.
     return [line for line in lines if isinstance(line.get("step"), int)]

@@ -32,7 +32,7 @@ _MOST_EVALUATIONS = 200
 
 
 def save_page(folder: RunPaths, waiting: Sequence[str] = ()) -> None:
-    """Write the page of a run, from what its folder has.
+    """Write the page of a run from the files in its folder.
 
     **Arguments:**
 
@@ -41,7 +41,8 @@ def save_page(folder: RunPaths, waiting: Sequence[str] = ()) -> None:
 
     **Raises:**
 
-    `ValueError` if it is not the folder of a run, and `OSError` if it cannot be written.
+    `ValueError` if it is not the folder of a run or its files make no sense, and `OSError`
+    if the page cannot be written.
     """
     run = read_run(folder, waiting)
     with showing(folder.path):
@@ -120,14 +121,17 @@ def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
         tiles["Training loss"] = format_value(loss), where
     start = run.last_start
     if start.step_seconds is not None:
-        tiles["Step"] = format_seconds(start.step_seconds), "the median, without the first"
+        tiles["Step"] = (
+            format_seconds(start.step_seconds),
+            "median without the first report",
+        )
     if start.examples_per_second is not None:
         unit = run.record.get("unit") or "examples"
         speed = format_number(start.examples_per_second)
-        tiles[f"{unit.capitalize()} per second"] = speed, "the median, too"
+        tiles[f"{unit.capitalize()} per second"] = speed, "median, too"
     if start.goodput is not None:
         whole = format_duration(sum(start.parts.values()))
-        tiles["Goodput"] = f"{start.goodput:.0%}", f"of {whole}: steps ran"
+        tiles["Goodput"] = f"{start.goodput:.0%}", f"of {whole}, in which steps ran"
     if memory := run.record.get("memory"):
         of = f", of {format_bytes(memory['limit'])}" if "limit" in memory else ""
         tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak{of}"
@@ -180,8 +184,8 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         yield tag("p", said)
         return
     remark = (
-        "A plan's time is the least that a step takes, so real steps take longer. About is "
-        "what to expect of the plan's target."
+        "The planned time is the least that a step can take, so real steps take longer. "
+        "'About' is the time to expect on the plan's target."
     )
     columns = ("", "Plan", "Measured", "Ratio")
     yield kit.draw_table("plan against measured", columns, rows)
@@ -191,7 +195,7 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
 def _compare_with_plan(
     plan: Mapping[str, Any], run: RecordedRun
 ) -> Iterator[tuple[str, ...]]:
-    """A name, what was planned, what was measured, and their ratio if they are numbers."""
+    """Rows of a name, the planned and the measured value, and their ratio if known."""
     record, time, start = run.record, plan["time"], run.last_start
     if devices := record.get("devices"):
         there = f"{plan['devices']} x {plan['target']['kind']}"
@@ -273,7 +277,7 @@ def _mesh(run: RecordedRun) -> Iterator[Markup]:
 def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
     folder, found = CheckpointFolder(run.folder.checkpoints), []
     for step in folder.known_steps():
-        # Another process may remove it meanwhile, and it may be damaged.
+        # Another process may remove the checkpoint meanwhile, and it may be damaged.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             metrics = folder.description(step)["metrics"]
             files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
@@ -290,7 +294,7 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
 def _settings(run: RecordedRun) -> Iterator[Markup]:
     found = {"data": run.record.get("data")}
     settings = dict(run.record.get("settings") or {})
-    # The page is attached to issues, and this may be a path with somebody's name.
+    # Users attach the page to issues, and this path may have somebody's name in it.
     settings.pop("output", None)
     for name, value in settings.items():
         found[f"settings.{name}" if name in found else name] = value

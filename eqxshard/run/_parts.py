@@ -32,7 +32,7 @@ from ..training._update import Nonfinite, check_options
 from ._config import MakeOptim, RunConfig, make_optimizer
 
 MakeModel = Callable[[Any], PyTree]
-#: From the state, or states by name, and a batch, to the new ones and metrics.
+#: A function from the state (or states by name) and a batch to the new one and metrics.
 Step = Callable[[Any, Any], tuple[Any, Metrics]]
 
 
@@ -49,21 +49,27 @@ class TrainingData:
 
     @property
     def name(self) -> str:
-        """What the data are called; empty if they have no name."""
+        """The name of the data; empty if they have none."""
         return getattr(self.source, "name", "")
 
     @property
     def warning(self) -> str:
-        """What to know of the data before anything else."""
+        """The warning to print before the run starts; empty if there is none."""
         return getattr(self.source, "warning", "")
 
     @property
     def unit(self) -> str:
-        """What an example is called."""
+        """The word for examples, such as `images`."""
         return getattr(self.source, "unit", "examples")
 
     def make_loader(self, config: RunConfig, mesh: Mesh) -> Loader:
-        """The loader of a run, in the same data on all processes."""
+        """The loader of a run, once all processes are known to have the same data.
+
+        **Raises:**
+
+        `ValueError` if the data of processes differ in name, a batch has more examples than
+        the data, or as `make_loader` does.
+        """
         # Hosts may differ in what they can download.
         assert_same_on_all_processes("data", {"name": self.name})
         loader = make_loader(
@@ -80,10 +86,10 @@ class TrainingData:
         )
         steps = loader.steps
         if loader.has_rows and steps is not None and config.batch_size > steps.length:
-            remedy = "use fewer"
+            remedy = "use a smaller one"
             if is_map_dataset(self.source):
-                # It may have batches, which are no examples.
-                remedy += ", or leave .batch(n) out, which train does itself"
+                # Its elements may be batches already.
+                remedy += ", or leave .batch(n) out, because train makes the batches"
             raise UsageError(
                 f"--batch-size {config.batch_size} is more than the {steps.length} "
                 f"examples; {remedy}."
@@ -91,7 +97,17 @@ class TrainingData:
         return loader
 
     def shapes(self, config: RunConfig, size: int) -> tuple[dict[str, Any], Steps | None]:
-        """The shapes of batches of a size, without a mesh, and the epoch of each step."""
+        """The shapes of batches, known without a mesh, and the epoch of each step.
+
+        **Arguments:**
+
+        - `config`: the user's options.
+        - `size`: the number of examples in a batch.
+
+        **Returns:**
+
+        A `jax.ShapeDtypeStruct` by name; and the epochs, `None` for data without.
+        """
         if has_batches(self.source):
             reading = Reading(0, None, 0)
             stream = BatchStream(self.source, reading, self.transform, spans=False)
@@ -111,20 +127,27 @@ class TrainingData:
 
 
 def has_batches(source: Any) -> bool:
-    """Whether data are batches already: no arrays, and no `grain.MapDataset`."""
+    """True for data that are batches already: neither arrays nor a `grain.MapDataset`."""
     return not (isinstance(source, Source | Mapping) or is_map_dataset(source))
 
 
 def make_loader(
     name: str, source: Any, config: RunConfig, mesh: Mesh, **options: Any
 ) -> Loader:
-    """The loader of some data, which has batches of the size that `config` says.
+    """Make a loader whose batches have the size that `config` gives.
 
     **Arguments:**
 
     - `name`: `"train_data"` or `"eval_data"`.
     - `source`: as for [`eqxshard.train`][].
-    - `options`: more options of the loader; its `seed` is for arrays alone.
+    - `config`: the user's options.
+    - `mesh`: the mesh to place batches on.
+    - `options`: more options of the loader; its `seed` is used for arrays only.
+
+    **Raises:**
+
+    `ValueError` if a dataset makes batches of another size; and as [`eqxshard.Loader`][]
+    does.
     """
     if not isinstance(source, Source | Mapping):
         options.pop("seed", None)
@@ -143,7 +166,7 @@ def make_loader(
 
 @dataclass(frozen=True)
 class Training:
-    """The model of a run, or several by name, and the step that trains it."""
+    """The model of a run, or several by name, and how they are trained."""
 
     make_model: MakeModel | Mapping[str, MakeModel]
     make_optim: MakeOptim | Mapping[str, MakeOptim]
@@ -169,7 +192,7 @@ class Training:
         check_options(self.accumulate, self.nonfinite, self.precision)
 
     def for_steps(self, steps: int) -> "Training":
-        """The same, with the optimizers of a run of some steps."""
+        """A copy that has the optimizers of a run of so many steps."""
         optims = self.make_optim
         if isinstance(optims, Mapping):
             optim = {name: make_optimizer(each, steps) for name, each in optims.items()}
@@ -211,7 +234,7 @@ class Training:
         )
 
     def _only(self, name: str) -> "Training":
-        """That of one of several models."""
+        """The part that is for one of several models."""
         parts = ("make_model", "make_optim", "trainable")
         given = {part: getattr(self, part) for part in parts}
         own = {k: v[name] for k, v in given.items() if isinstance(v, Mapping)}
@@ -235,6 +258,6 @@ class Training:
 
 
 def _below(name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Those of the state of a name, without it."""
+    """The arrays of the state of this name, by their paths in it."""
     found = ((path.partition("."), array) for path, array in arrays.items())
     return {rest: array for (root, _, rest), array in found if root == name}

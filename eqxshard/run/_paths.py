@@ -36,20 +36,20 @@ class RunPaths:
 
 def script_name() -> str:
     """The name of the script that runs; empty in a notebook or another session."""
-    # Of a notebook, sys.argv has the script that starts the kernel.
+    # In a notebook, sys.argv names the script that starts the kernel.
     is_script = hasattr(sys.modules["__main__"], "__file__")
     return Path(sys.argv[0]).stem if is_script else ""
 
 
 def default_folder(name: str | None) -> str:
-    """The folder of a run of this script, if the user does not choose another."""
+    """The default folder of a run of this script, such as `runs/gpt-small`."""
     # A slash would make a folder in a folder.
     words = [script_name(), *re.split(r"[\s/\\]+", (name or "").lower())]
     return f"runs/{'-'.join(filter(None, words)) or 'run'}"
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a file of JSON; none if it is missing, or damaged."""
+    """The values in a JSON file; empty if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         found = read_json(path)
         if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""`--plan 512xh200`: the plan of a run, which `train` makes in place of the run."""
+"""`--plan 512xh200`: the plan that `train` makes instead of training."""
 
 import dataclasses
 import math
@@ -30,7 +30,9 @@ def plan_run(
 
     **Arguments:**
 
+    - `config`: the user's options, with a plan.
     - `mesh`, `epochs`, `steps`: as for [`eqxshard.train`][].
+    - `data`, `training`: what would be trained on, and what would be trained.
 
     **Raises:**
 
@@ -40,8 +42,8 @@ def plan_run(
     assert config.plan is not None
     if training.train_step is not None:
         raise UsageError(
-            "this script gives train a step of its own, which is not planned; give "
-            "eqxshard.plan its models and losses in Python."
+            "this script gives train a step of its own, which is not planned; give it to "
+            "eqxshard.plan_step in Python."
         )
     devices, target = parse_plan(config.plan)
     sizes = _mesh_sizes(config, mesh, devices)
@@ -73,13 +75,13 @@ def plan_run(
 
 
 def _mesh_sizes(config: RunConfig, mesh: str | Mesh, devices: int) -> dict[str, int]:
-    """The axes of the planned mesh."""
+    """The sizes of the axes of the planned mesh."""
     if isinstance(mesh, str):
         sizes = complete_mesh(parse_mesh(config.mesh or mesh))
         try:
             return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
         except ValueError as error:
-            # It may be a mesh of the script, which the user did not choose.
+            # The mesh may be the script's default: say which option changes it.
             said = str(error).rstrip(".")
             raise UsageError(f"{said}, by {flag('mesh')}.") from None
     if config.mesh is not None or mesh.size != devices:
@@ -100,7 +102,7 @@ def _explicit_axes(mesh: str | Mesh) -> list[str]:
 def _batch_size(
     config: RunConfig, sizes: Mapping[str, int], accumulate: int
 ) -> tuple[int, list[str]]:
-    """The batch size, rounded up to one that divides, and a note if that changes it."""
+    """The batch size, rounded up to one that divides, and a note if it was rounded."""
     over: dict[str, Any] = {axis: sizes[axis] for axis in batch_axes(sizes)}
     parts = math.prod(over.values()) * accumulate
     given = config.batch_size

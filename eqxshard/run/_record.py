@@ -1,4 +1,4 @@
-"""The record of a run: `run.json`, what it is and how it ended, and `warnings.jsonl`.
+"""The record of a run: its facts and its end in `run.json`, and `warnings.jsonl`.
 
 It is written when a run starts, so that a run that is killed has one, too.
 """
@@ -14,14 +14,14 @@ from typing import Any
 from ..sharding._text import say
 from ..trackers._jsonl import read_whole_lines
 from ..trackers._writing import write_whole
+from ._collect_warnings import collect_warnings
 from ._facts import peak_memory
-from ._heard_warnings import hearing_warnings
 from ._paths import read_values
 from ._run_folder import RunFolder
 
 _LOG = logging.getLogger(__name__)
 
-#: What each start of a run is recorded with, because it may differ from the others.
+#: The facts that are recorded of each start of a run, because they may change.
 _OF_EACH_START = (
     "settings",
     "versions",
@@ -38,25 +38,25 @@ _MOST_WARNINGS = 200
 class RunRecord:
     """Writes the record of a run, its warnings and its page; a context manager.
 
-    It hears what this library logs, from the level WARNING, and what Python's `warnings`
-    show, and keeps each text once. Only the process that calls `begin` writes anything.
-    What cannot be written is logged, and the run goes on.
+    It keeps each warning once: those that this library logs, from the level WARNING, and
+    those of Python's `warnings`. Only the process that calls `begin` writes files. If one
+    cannot be written, that is logged, and the run goes on.
 
     **Arguments:**
 
-    - `folder`: the run's.
+    - `folder`: the folder of the run.
     """
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
         self._facts: dict[str, Any] = {}
         self._warnings: dict[str, str] = {}
-        self._hearing = hearing_warnings(self.keep_warning)
+        self._collecting = collect_warnings(self.keep_warning)
         #: Why the run ends before its last step, if no error ends it.
         self.stopped = ""
 
     def __enter__(self) -> "RunRecord":
-        self._hearing.__enter__()
+        self._collecting.__enter__()
         return self
 
     def warn(self, texts: Iterable[str]) -> None:
@@ -72,23 +72,29 @@ class RunRecord:
         line = json.dumps({"time": _now(), "source": source, "text": text}) + "\n"
         self._warnings[text] = line
         if self._facts:
-            # Logging here that the disk is full would come back as a warning.
+            # An error that is logged here would come back as a warning.
             with contextlib.suppress(OSError):
                 self._append(line)
 
     def changes(self, facts: Mapping[str, Any]) -> list[str]:
-        """What differs from the start before this one, such as `seed 0 -> 1`."""
-        # Only a run that resumes needs it.
+        """The differences from the start before this one, such as `seed 0 -> 1`."""
+        # Imported here: only a run that resumes needs it.
         from ._changes import changes
 
         before = read_values(self._folder.record)
-        # Without a record everything would; and somebody may have edited it.
+        # Without a record, everything would differ. And users may have edited it.
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             return changes(before, facts) if before else []
         return []
 
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
-        """Write the record of a run that starts, or resumes, at a step."""
+        """Write the record of a run that starts or resumes.
+
+        **Arguments:**
+
+        - `facts`: what is known of the run, by name.
+        - `first`: the number of steps taken before; 0 for a new run.
+        """
         starts = read_values(self._folder.record).get("starts") if first else None
         starts = starts if isinstance(starts, list) else []
         own = {name: facts[name] for name in _OF_EACH_START if name in facts}
@@ -105,7 +111,7 @@ class RunRecord:
                 self._append("".join(new))
 
     def __exit__(self, *failure: Any) -> None:
-        self._hearing.__exit__(*failure)
+        self._collecting.__exit__(*failure)
         if not self._facts:
             return
         _, error, _ = failure
@@ -135,7 +141,7 @@ class RunRecord:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """What ended a run, in words."""
+    """The reason why a run ended, in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "SIGINT, such as by Ctrl-C"
     if isinstance(error, SystemExit) and error.code == 143:

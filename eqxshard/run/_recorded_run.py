@@ -1,4 +1,4 @@
-"""A run as its folder tells it, whether it is finished, stopped, killed or running."""
+"""A run read from its folder, be it finished, stopped, killed or still running."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from ..trackers._metrics import Metric, metrics, times
 from ._log import read_log
 from ._paths import RunPaths, read_values
 
-#: What the speed is called among the metrics.
+#: The name of the speed among the metrics.
 SPEED = "examples per second"
 
 
@@ -31,28 +31,29 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A line of the log: its numbers, of which those that were not finite are nan."""
+    """A line of the log. Numbers that were not finite are nan."""
 
     step: int
     values: Mapping[str, float]
 
     @cached_property
     def metrics(self) -> list[Metric]:
-        """What describes the model."""
+        """The values that describe the model, such as its loss; no speeds and times."""
         return list(metrics(self.values))
 
 
 def _is_start(value: Any) -> bool:
-    """Whether this is one of the starts that `run.json` lists."""
+    """True for an entry of the starts in `run.json`."""
     return isinstance(value, dict) and isinstance(value.get("step"), int)
 
 
 @dataclass(frozen=True)
-class Start:
-    """A start of a run, and what it reported: from its step to where the next began.
+class RecordedStart:
+    """A start of a run, and its reports up to the step where a later start began.
 
-    - `step`: the one that it started from.
+    - `step`: the step that it started from.
     - `facts`: what `run.json` says of it: `settings`, `versions`, `mesh`, `devices`.
+    - `reports`: the lines that it logged.
     """
 
     step: int
@@ -61,7 +62,7 @@ class Start:
 
     @property
     def time(self) -> datetime | None:
-        """When it was, with its time zone; `None` if that is not known."""
+        """The time of the start, with its time zone; `None` if it is not known."""
         return _time(self.facts)
 
     @cached_property
@@ -81,7 +82,7 @@ class Start:
 
     @cached_property
     def step_seconds(self) -> float | None:
-        """The median time of a step."""
+        """The median seconds of a step; `None` without reports."""
         found, last = list[float](), self.step
         for report in self.reports:
             seconds = report.values.get("train/seconds")
@@ -92,14 +93,14 @@ class Start:
 
     @cached_property
     def examples_per_second(self) -> float | None:
-        """The median of the reports."""
+        """The median speed of the reports; `None` without any."""
         speeds = (each.values.get("train/examples_per_second") for each in self.reports)
         return _median([speed for speed in speeds if speed])
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the files of a run say, each read when it is asked for; any may be missing.
+    """The contents of the files of a run, each read when it is needed; any may be missing.
 
     - `folder`: the paths of the files.
     - `waiting`: lines of the log that wait for room on a full disk.
@@ -110,38 +111,38 @@ class RecordedRun:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What `run.json` has."""
+        """The contents of `run.json`."""
         return read_values(self.folder.record)
 
     @cached_property
     def reports(self) -> list[Report]:
-        """The numbers of each line of the log that is whole."""
+        """The lines of the log, without a last one that is incomplete."""
         return [_report(line) for line in read_log(self.folder, self.waiting)]
 
     @cached_property
-    def starts(self) -> list[Start]:
-        """Its starts, of which those that resumed it are later ones."""
+    def starts(self) -> list[RecordedStart]:
+        """The starts of the run, of which all but the first resumed it."""
         said = self.record.get("starts")
-        # Somebody may have edited it, which must not end a run.
+        # Users may have edited the file, which must not end a run.
         known = [x for x in said if _is_start(x)] if isinstance(said, list) else []
         records = [{**self.record, **each} for each in known or [{"step": 0}]]
         steps = [each["step"] for each in records]
-        # An earlier start has what is before all that came later, which took it again.
+        # Drop reports that a later start repeats.
         ends = [min(steps[n + 1 :], default=math.inf) for n in range(len(steps))]
         return [
-            Start(first, facts, [x for x in self.reports if first < x.step <= end])
+            RecordedStart(first, facts, [x for x in self.reports if first < x.step <= end])
             for first, end, facts in zip(steps, ends, records)
         ]
 
     @property
-    def last_start(self) -> Start:
-        """The last start that reported anything, if one did: speed and time are of it."""
+    def last_start(self) -> RecordedStart:
+        """The last start that has reports, or else the last one: for speed and times."""
         reported = (each for each in reversed(self.starts) if each.reports)
         return next(reported, self.starts[-1])
 
     @property
     def title(self) -> str:
-        """Its name, devices and mesh."""
+        """The name, devices and mesh of the run."""
         return self.record.get("title") or self.folder.path.name
 
     @property
@@ -152,23 +153,23 @@ class RecordedRun:
 
     @cached_property
     def zone(self) -> tzinfo | None:
-        """The time zone of its first start, which all times of its page are in.
+        """The time zone of all times on the page: that of the first start.
 
-        If that is not known, it is the one of this process.
+        If that is not known, it is the zone of this process.
         """
         first = self.starts[0].time
         return (datetime.now().astimezone() if first is None else first).tzinfo
 
     @property
     def last_written(self) -> datetime:
-        """When the last line was logged; without a log, when the run started."""
+        """The time of the last write to the log, or to `run.json` if there is no log."""
         files = (self.folder.metrics, self.folder.record)
         newest = next(file for file in files if file.exists())
         return datetime.fromtimestamp(newest.stat().st_mtime, self.zone)
 
     @property
     def ended(self) -> datetime | None:
-        """When the last start ended; `None` if it has not, or was killed."""
+        """The time at which the last start ended; `None` if it has not, or was killed."""
         return _time(self.record.get("ended") or {})
 
     @property
@@ -181,7 +182,7 @@ class RecordedRun:
 
     @property
     def headline(self) -> str:
-        """A sentence on how far it is."""
+        """A sentence that says how far the run is."""
         if self.state == "finished":
             return f"Finished after {self.step:,} steps"
         steps = self.record.get("steps")
@@ -199,9 +200,12 @@ class RecordedRun:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The best value of the metric whose best checkpoint it keeps, and its step.
+        """The best value of the metric that the run keeps the best checkpoint by.
 
-        It is one that has a checkpoint, if there are any.
+        **Returns:**
+
+        The value and its step, among the steps that have a checkpoint, if any has a value.
+        `None` if there is no such metric, or it has no value.
         """
         name = str(self.record.get("best"))
         found = {each.step: each.values.get(name, math.nan) for each in self.reports}
@@ -250,12 +254,12 @@ def read_run(folder: RunPaths, waiting: Sequence[str] = ()) -> RecordedRun:
 
 @contextlib.contextmanager
 def showing(folder: Path) -> Iterator[None]:
-    """Say in a sentence that the files of a run, whoever wrote them, make no sense."""
+    """Turn an error while a run is shown into one sentence about its files."""
     try:
         yield
     except Exception as error:
         raise UsageError(
-            f"what the files of {folder} say cannot be shown "
+            f"the files of {folder} cannot be shown "
             f"({type(error).__name__}: {error}); correct or remove the one that is damaged "
             "or of another version: run.json, metrics.jsonl or plan.json."
         ) from error

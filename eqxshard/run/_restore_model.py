@@ -65,10 +65,10 @@ def restore_model(
 
     **Raises:**
 
-    `FileNotFoundError` if the run has no checkpoint. `ValueError` if none has a value of
-    `best`, the run kept a best checkpoint by the other `mode`, or neither `best` nor
-    `step` says which one to read, the model is not the one that was trained, `config` has
-    another folder, and as [`eqxshard.train`][] does for devices.
+    `FileNotFoundError` if the run has no checkpoint. `ValueError` if no checkpoint has a
+    value of `best`, if the run kept the best one and `best`, `mode` and `step` do not say
+    which one to read, if the model is not the one that was trained, if `folder` and
+    `config` both name a folder, and as [`eqxshard.train`][] does for devices.
 
     !!! Example
 
@@ -110,13 +110,13 @@ def _choose(
     best: str | None,
     mode: Mode | None,
 ) -> int | Literal["newest"]:
-    """The best checkpoint; the newest if nothing is best."""
+    """The step of the best checkpoint; `"newest"` for a run that keeps no best one."""
     kept, kept_mode = record.get("best"), record.get("mode")
     is_unclear = best is None or (best == kept and mode != kept_mode)
     if kept is not None and is_unclear:
         raise UsageError(
-            f"the run in {run.path} kept the {kept_mode} of {kept}; give best={kept!r} "
-            f"with mode={kept_mode!r}, or step= the one to read."
+            f"the run in {run.path} kept the checkpoint with the {kept_mode} of {kept}; "
+            f"give best={kept!r} with mode={kept_mode!r}, or step= the one to read."
         )
     step = checkpointer.best_step()
     if best is not None and step is None and checkpointer.steps():

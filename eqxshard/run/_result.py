@@ -1,4 +1,4 @@
-"""`RunResult`: what a run has reached; and its numbers in `summary.json`."""
+"""`RunResult`: the state and the numbers at the end of a run; and `summary.json`."""
 
 import math
 import re
@@ -15,28 +15,30 @@ from ._paths import RunPaths, read_values
 if TYPE_CHECKING:
     from ._recorded_run import RecordedRun
 
-#: The kinds of metrics of an evaluation, and what their names begin with in a summary.
+#: The kinds of metrics of an evaluation, and the prefixes of their names in a summary.
 _EVALUATED = {"eval": "test_", "ema": "ema_"}
-#: What the names of all values of a metric end with, one for each evaluation.
+#: The suffix of the list that has the values of a metric in all evaluations.
 _ALL = "_by_evaluation"
-#: Names in a summary whose values are numbers, or null.
+#: The names in a summary whose values are numbers, or null.
 _NUMBERS = rf"^(test|ema)_(?!.*{_ALL}$)|_per_epoch$|_per_second$"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What [`eqxshard.train`][] returns. `str` is a line of it, for the end of a script.
+    """The result of [`eqxshard.train`][]. `str` is one line of it, to end a script with.
 
     - `state`: the [`eqxshard.TrainState`][] at the end; of several models, a dict of them.
-    - `metrics`: the last evaluation, by metric; of averaged weights as `ema/loss`.
-    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`, by the
-      median step. Only a run of one report includes its compiling.
-    - `title`: its name, devices and mesh: `LeNet on 2 x cpu (data=2)`.
-    - `folder`: the folder of its files.
-    - `summary`: the contents of its `summary.json`.
+    - `metrics`: the values of the last evaluation, by metric; those of averaged weights as
+        `ema/loss`.
+    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`. They are
+        medians of the reports after the first, which includes compilation; a run with one
+        report has only that.
+    - `title`: the name, devices and mesh of the run: `LeNet on 2 x cpu (data=2)`.
+    - `folder`: the folder of the run's files.
+    - `summary`: the contents of `summary.json`.
     """
 
-    # What a notebook shows of it is without these two, which are long.
+    # A notebook shows the repr, which leaves out `state` and `summary`: they are long.
     state: Any = field(repr=False)
     metrics: dict[str, float]
     speed: str
@@ -65,8 +67,9 @@ def make_result(
 
     **Arguments:**
 
-    - `title`: for a summary that has none.
-    - `unit`: the name of the examples.
+    - `state`, `folder`, `summary`: as in `RunResult`.
+    - `title`: the title, if the summary has none.
+    - `unit`: the word for examples, such as `images`.
     """
     pace = or_nan(summary.get("seconds_per_epoch"))
     speed = or_nan(summary.get(f"{unit}_per_second"))
@@ -95,15 +98,15 @@ def summarize(run: "RecordedRun", steps_per_epoch: int | None, unit: str) -> dic
 
     - `run`: the run.
     - `steps_per_epoch`: the number of steps in an epoch, if there are epochs.
-    - `unit`: the name of the examples, such as `images`.
+    - `unit`: the word for examples, such as `images`.
 
     **Returns:**
 
-    For each evaluated metric its last value, as `test_loss`, or `ema_loss` of averaged
-    weights, and a list of all; the step of the last evaluation; the best value of the
-    metric whose best checkpoint is kept. Of the last start: the seconds of an epoch, and
-    the examples per second; the wall time by part, and the share of it in which training
-    steps ran. What is not known is `None`.
+    For each evaluated metric, its last value, as `test_loss`, or `ema_loss` for averaged
+    weights, and the list of its values; the step of the last evaluation; the best value of
+    the metric by which the best checkpoint is kept. For the last start: the seconds of an
+    epoch and the examples per second; the wall time by part, and the share of it in which
+    training steps ran. Values that are not known are `None`, or left out.
     """
     summary: dict[str, Any] = {}
     for report in run.evaluations:

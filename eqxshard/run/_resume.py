@@ -1,4 +1,4 @@
-"""Whether a run goes on with what is in its folder, or is refused."""
+"""Decide whether a run resumes from its folder, starts anew, or is refused."""
 
 import os
 
@@ -13,14 +13,14 @@ from ._paths import RunPaths, read_values
 def should_resume(
     paths: RunPaths, resume: Resume, checkpointer: Checkpointer, *, overwrite: bool
 ) -> bool:
-    """Whether to continue an earlier run, as [`eqxshard.run.RunFolder`][] has it.
+    """Decide whether to continue an earlier run; see `RunFolder.should_resume`.
 
     **Raises:**
 
-    `ValueError` if there is a run and there should be none, or the reverse; or files of
-    somebody else's have the names of a run's.
+    `ValueError` if there is a run and there should be none, or the reverse; or files that
+    no run wrote have the names of a run's files.
     """
-    # As process 0 sees it, before it creates the folder: all must do the same.
+    # All processes go by what process 0 finds, before it creates the folder.
     found = [checkpointer.steps(), paths.path.is_dir(), is_claimed(paths.path)]
     found.append(_find_foreign(paths))
     steps, exists, has_checkpoints, foreign = broadcast_from_first(found)
@@ -31,8 +31,8 @@ def should_resume(
         )
     if foreign is not None:
         raise UsageError(
-            f"{paths.path / foreign} is not of a run of eqxshard, and one would replace "
-            f"it; give another --output."
+            f"{paths.path / foreign} is not of a run of eqxshard, and this run would "
+            "replace it; give another --output."
         )
     if resume == "no" and steps and not overwrite:
         raise UsageError(

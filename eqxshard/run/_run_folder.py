@@ -1,4 +1,4 @@
-"""`RunFolder`: the folder of a run, and all that writes to it."""
+"""`RunFolder`: the folder of a run, and everything that writes to it."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ class RunFolder(RunPaths):
         nothing. It is written during the run and at the end.
     - `record`: `run.json`, in which [`eqxshard.train`][] says what the run is, and how it
         ended.
-    - `warnings`: `warnings.jsonl`, what [`eqxshard.train`][] warned of.
+    - `warnings`: `warnings.jsonl`, the warnings of a run of [`eqxshard.train`][].
 
     **Arguments:**
 
@@ -61,19 +61,23 @@ class RunFolder(RunPaths):
     def should_resume(
         self, resume: Resume, checkpointer: Checkpointer, *, overwrite: bool = False
     ) -> bool:
-        """Whether to continue an earlier run in this folder.
+        """Decide whether to continue an earlier run in this folder.
 
         **Arguments:**
 
-        - `resume`: `"no"` refuses a folder that has a run; `"yes"` needs one; `"auto"`
-            continues it if there is one.
+        - `resume`: `"no"` refuses a folder that has a run; `"yes"` refuses one that is
+            not there; `"auto"` continues a run if there is one.
         - `checkpointer`: the one that saves in this folder.
-        - `overwrite`: with `"no"`, a run is not refused.
+        - `overwrite`: with `"no"`, do not refuse a folder that has a run.
+
+        **Returns:**
+
+        `True` if there is a checkpoint to continue from, and `resume` is not `"no"`.
 
         **Raises:**
 
-        `ValueError` if there is a run and there should be none, or the reverse; or files of
-        somebody else's have the names of a run's.
+        `ValueError` if there is a run and there should be none, or the reverse; or files
+        that no run wrote have the names of a run's files.
         """
         return should_resume(self, resume, checkpointer, overwrite=overwrite)
 
@@ -89,31 +93,35 @@ class RunFolder(RunPaths):
     ) -> list[Tracker]:
         """The trackers that write to this folder, and a progress bar.
 
-        Call this in process 0 only: it empties the files of an earlier run, or drops what
-        that logged after step `first`.
+        Call this in process 0 only: it empties the files of an earlier run, or drops their
+        reports of steps after `first`.
 
         **Arguments:**
 
-        - `title`: stands above curves and progress.
+        - `title`: the title of the curves and of the progress bar.
         - `total_steps`: the step that the run ends at.
         - `first`: the step that it starts from.
         - `extra`: entries to add to every line of `metrics.jsonl`.
-        - `services`: of `"wandb"` and `"mlflow"`, those that get a run, too.
-        - `settings`: what these runs are to have as their settings.
+        - `services`: the services that get a run, too: `"wandb"`, `"mlflow"` or both.
+        - `settings`: the settings that these services record.
+
+        **Returns:**
+
+        The trackers, for [`eqxshard.fit`][].
 
         **Raises:**
 
         `ImportError` if the package of a service is not installed, and `ValueError` if the
         service refuses the run.
         """
-        # Before the log is emptied: curves fail if their file cannot be written, and after
-        # them services if they refuse the run.
+        # These may fail, if the file of the curves cannot be written or a service refuses
+        # the run, so they come before the log is emptied.
         curves: list[Tracker] = []
         if is_installed("matplotlib"):
             curves = [trackers.Curves(self.curves, title=title)]
         remote = self._start_services(services, title, settings, resume=first > 0)
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
-        # Of a run that begins anew, the log is empty.
+        # The log of a run that begins anew is empty.
         for line in self.history() if first and curves else ():
             others = {k: v for k, v in line.items() if k != "step"}
             numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
@@ -123,7 +131,7 @@ class RunFolder(RunPaths):
             # A run that begins anew hides all of an earlier attempt.
             place, hidden = self.path / "tensorboard", first or -1
             events = [trackers.TensorBoard(place, purge_after=hidden)]
-        # An earlier run's would contradict the metrics if this one is stopped.
+        # If this run is stopped, an earlier summary would contradict its metrics.
         self.summary.unlink(missing_ok=True)
         progress = ProgressBar(total_steps, title=title)
         return [self._log, *curves, *events, *remote, _PageTracker(self), progress]
@@ -136,7 +144,7 @@ class RunFolder(RunPaths):
         *,
         resume: bool,
     ) -> list[Tracker]:
-        """The trackers of services; if one refuses the run, those before it are closed."""
+        """Make the trackers of services; if one refuses the run, close those before it."""
         started: list[Tracker] = []
         for service in services:
             kind = trackers.WandB if service == "wandb" else trackers.MLflow
@@ -160,7 +168,7 @@ class RunFolder(RunPaths):
         return self._log.waiting if self._log else ()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`. If that fails, it is logged."""
+        """Write `summary.json`; if that fails, log an error."""
         try:
             write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
         except OSError as error:
@@ -171,9 +179,9 @@ class RunFolder(RunPaths):
     def write_page(self) -> None:
         """Write `index.html` from the other files.
 
-        If that fails, it is logged: a page is not worth a run.
+        If that fails, log an error: a page is not worth a run.
         """
-        # Only a run that has something to show needs it.
+        # Imported here: only a run that has something to show needs it.
         from ._page import save_page
 
         try:
@@ -190,10 +198,10 @@ class _PageTracker:
         self._seldom = Seldom(100)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write the page, if this takes less than a hundredth of the time."""
+        """Write the page after an evaluation, in at most a hundredth of the wall time."""
         if is_evaluation(values):
             self._seldom.call(self._folder.write_page)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write it for the last time."""
+        """Write the page for the last time."""
         self._folder.write_page()

@@ -12,8 +12,8 @@ from ._config import RunConfig, option_names
 def name_settings(settings: Any, config: RunConfig) -> dict[str, Any]:
     """The settings of a script by path, such as `encoder.width`, and the options of a run.
 
-    A setting that has the name of an option is called `settings.seed`, say. Values are as
-    JSON has them; what it has no kind for, such as a path, is text.
+    A setting that has the name of an option gets a prefix, as in `settings.seed`. Values
+    are those of JSON; others, such as a path, become text.
 
     **Arguments:**
 
@@ -68,6 +68,6 @@ def _flatten(group: Any) -> Iterator[tuple[str, Any]]:
 def _as_json(value: Any) -> Any:
     try:
         text = json.dumps(value, default=str)
-    except (TypeError, ValueError):  # Keys that JSON has not, or a circle.
+    except (TypeError, ValueError):  # Keys that JSON does not have, or a cycle.
         return str(value)
     return json.loads(text, parse_constant=str)  # Such as NaN.

@@ -27,10 +27,10 @@ class Start:
     """Where a run starts, and how far it goes.
 
     - `state`: the state, or states by name.
-    - `step`: the number of steps that it has taken.
+    - `step`: the number of steps that the state has taken.
     - `last`: the step to end at.
-    - `training`: what is trained, with the optimizers of a run of so many steps.
-    - `ended`: why the run has ended before, if a callback has ended it.
+    - `training`: what is trained, with the optimizers of a run of `last` steps.
+    - `ended`: why a callback ended the run before; `None` if none did.
     """
 
     state: Any
@@ -41,18 +41,18 @@ class Start:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there are steps to take."""
+        """True if there are steps left to take."""
         return self.step < self.last and self.ended is None
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run goes on with.
+    """The checkpoints that a run resumes from, and how the run may differ from them.
 
-    - `checkpointer`: has the checkpoints.
-    - `changes`: what of the state may differ. What a checkpoint lacks, and may lack, is
-        made.
-    - `callbacks`: those of the run, whose states are saved, too.
+    - `checkpointer`: reads the checkpoints.
+    - `changes`: which arrays of a checkpoint are renamed or may be dropped, and whether
+        arrays that it lacks are made anew.
+    - `callbacks`: the callbacks of the run, whose states are in the checkpoints, too.
     """
 
     checkpointer: Checkpointer
@@ -86,7 +86,16 @@ def resume(
 
     **Arguments:**
 
+    - `saved`: the checkpoints.
+    - `training`: what is trained.
+    - `loader`: the loader of the training data.
     - `find_last`: the step to end at, given the epoch of each step.
+    - `config`: the user's options.
+    - `mesh`: the mesh, which may differ from that of the checkpoint.
+
+    **Raises:**
+
+    `ValueError` as `_restore_position` and [`eqxshard.Checkpointer.restore`][] do.
     """
     key = jax.random.key(config.seed)
     timed = training.for_steps(find_last(loader.steps))
@@ -112,12 +121,13 @@ def _restore_position(
 ) -> None:
     """Move the loader to the position of a checkpoint.
 
-    Another batch size of examples is no mistake: the run says that it has changed.
+    A run may read its examples in batches of another size, and prints that this changed.
 
     **Raises:**
 
-    `ValueError` if `--seed` would order the examples otherwise, or a dataset that makes
-    batches made others; and as [`eqxshard.Loader.restore`][] does.
+    `ValueError` if `--seed` is not the one that ordered the examples, or a dataset that
+    makes its own batches made them of another size; and as [`eqxshard.Loader.restore`][]
+    does.
     """
     saved = position.get("fingerprint")
     seed = saved.get("seed", config.seed) if isinstance(saved, Mapping) else config.seed

@@ -51,7 +51,7 @@ from ._start import Saved, Start, resume, start_anew
 
 #: Steps between checkpoints, and between evaluations, with data that have no epochs.
 _WITHOUT_EPOCHS = 1000
-#: What a summary has of the facts of a run.
+#: The facts of a run that its summary repeats.
 _OF_SUMMARY = ("title", "data", "parameters", "settings", "versions")
 
 
@@ -110,20 +110,20 @@ def train(
     - `loss_fn`: as for [`eqxshard.make_train_step`][]; `None` with a step of your own.
     - `metric_fn`: as for [`eqxshard.make_eval_step`][]; `None` to evaluate nothing.
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
-        that a schedule can span the run. Of several models, one for all or a dict.
+        that a schedule can span the run. For several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][]: arrays or a
         `grain.MapDataset` of examples (without `.batch(n)`), of which batches of
-        `config.batch_size` are made; or batches of as many rows, such as of a
+        `config.batch_size` are made; or batches with as many rows, such as those of a
         `grain.IterDataset`. The last batch of examples is filled up; batches that a
         dataset makes must all be whole. An evaluation reads `eval_data` to their end.
-    - `config`: the user's options, of the script's command line. `overwrite` removes an
+    - `config`: the user's options, from the script's command line. `overwrite` removes an
         earlier run from the folder once options, data and model are known to fit: its
         checkpoints, and the files that this run writes anew. Other files stay.
     - `name`: the name of the run, in its title and in its default folder,
         `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
     - `epochs`, `steps`: how long to train if `config` does not say.
     - `train_step`: a step of your own, as for [`eqxshard.fit`][], in place of the one that
-        is made of `loss_fn`. Of several models, it gets their states by name.
+        is made of `loss_fn`. With several models, it gets their states by name.
     - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][], or its axes,
         such as `{"data": -1, "fsdp": 4}`; or a mesh, which the options cannot change.
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
@@ -142,9 +142,9 @@ def train(
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: what to record of the run besides its options, as a dataclass or a dict;
-        by default the script's arguments, if [`eqxshard.cli`][] has parsed them. Those of
-        a group have their path, `encoder.width`; one that is called as an option of
-        `config` is there as `settings.seed`, say.
+        by default the script's arguments, if [`eqxshard.cli`][] has parsed them. Settings
+        in a group are recorded by path, as `encoder.width`, and one that has the name of an
+        option of `config` with a prefix, as `settings.seed`.
 
     **Returns:**
 
@@ -154,11 +154,13 @@ def train(
     **Raises:**
 
     `ValueError` with one clear sentence for each option that does not fit the devices,
-    the data or the run's folder, and for a name that no metric has (`best`, of
-    [`eqxshard.callbacks.EarlyStopping`][]); `TypeError` if `make_optim` is no optimizer
-    and no function of the number of steps. All of
-    these, and what `metric_fn` raises for the shapes of the evaluation data, come before
-    the first step and leave no run in the folder. Then as [`eqxshard.fit`][] does.
+    the data or the run's folder, and if no metric has the name that `best` or
+    [`eqxshard.callbacks.EarlyStopping`][] gives; `TypeError` if `make_optim` is neither an
+    optimizer nor a function of the number of steps. All of these, and what `metric_fn`
+    raises for the shapes of the evaluation data, come before the first step and leave no
+    run in the folder. (But with callbacks of your own, which may report metrics of any
+    name, a wrong name may come to light only at the first evaluation.) Then as
+    [`eqxshard.fit`][] does. `SystemExit` once the plan of `config.plan` is printed.
 
     !!! Example
 
@@ -289,10 +291,10 @@ def train(
             folder.write_summary(summary)
         summary = broadcast_from_first(summary)
     if is_main_process():
-        # What reads it may be gone.
+        # Whatever reads stdout may be gone.
         with contextlib.suppress(OSError):
             print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
-    # Of a run that was finished before, the title is that of the devices that it had.
+    # The title of a run that was finished before names the devices that it had.
     return make_result(state, folder.path, summary, facts["title"], data.unit)
 
 
@@ -319,7 +321,7 @@ def _begin(
 def _summarize(
     folder: RunFolder, facts: Mapping[str, Any], epoch: int | None, mesh: Mesh
 ) -> dict[str, Any]:
-    """The summary of a run: what its log says, and what is known of it from the start."""
+    """The summary of a run, from its log and from the facts known at its start."""
     from ._recorded_run import RecordedRun
 
     run = RecordedRun(folder, folder.waiting)
@@ -331,7 +333,7 @@ def _summarize(
 
 
 class _KeepsLoop(Callback):
-    """Keeps the loop of a run, which knows at the end how the run went."""
+    """Keeps the loop of a run, to ask it at the end how the run went."""
 
     every = None
     _loop: Loop | None = None
@@ -385,7 +387,7 @@ def _announce(record: RunRecord, warning: str, facts: dict[str, Any], start: Sta
 
 @contextlib.contextmanager
 def _saying_how_to_go_on(checkpointer: Checkpointer) -> Iterator[None]:
-    """Say how to continue a run that somebody stops, if something of it is saved."""
+    """Say how to continue a run that somebody stops, if it has a checkpoint."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

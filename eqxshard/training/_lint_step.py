@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._jax import Literal, frames_of, scope_of
 from ..compiled._causes import plain_dims, user_frame
 from ..compiled._findings import REWRITTEN, Finding
-from ..compiled._hlo import Frame, Module, parse_module
+from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, LintedStep, TextLint, unread_is_warned
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
@@ -60,7 +60,7 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
     yield from lint_traced(call, program.jaxpr)
     with _unread_is_warned():
         linted = describe_step(call, program.jaxpr, batch)
-        yield from lint_text(parse_module(program.text), linted)
+        yield from TextLint(parse_module(program.text), linted).findings()
 
 
 def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
@@ -117,11 +117,6 @@ def describe_step(call: "Call", jaxpr: Any, batch: PyTree) -> LintedStep:
         scanned_shapes([*all_jaxprs(jaxpr)]),
         batch_axes(step.mesh),
     )
-
-
-def lint_text(module: Module, step: LintedStep) -> Iterator[Finding]:
-    """The findings in the compiled text of a step."""
-    yield from dict.fromkeys(TextLint(module, step).findings())
 
 
 def _kept_model(call: "Call") -> PyTree:

@@ -13,7 +13,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard._errors import UsageTypeError
-from eqxshard.planning._child import CompilerError, describe, explain_death
+from eqxshard.planning._child import CompilerError, describe_error, explain_death
 
 
 def plan(make_model: Any = Transformer, loss_fn: Any = next_token_losses):
@@ -72,5 +72,5 @@ def test_the_remedy_is_that_for_what_it_said():
     ],
 )
 def test_errors_of_the_process_say_what_to_do(error, kind, message):
-    failure = describe(error)
+    failure = describe_error(error)
     assert failure.kind is kind and message in failure.message

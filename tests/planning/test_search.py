@@ -94,7 +94,7 @@ def test_the_fastest_is_first_and_then_what_needs_least_memory():
     [
         ("'fdsp'", {"meshes": [{"fdsp": 8}]}),
         ("8 devices", {"meshes": [{"fsdp": 4}]}),
-        ("no meshes for 0 devices", {"devices": 0}),
+        ("no mesh of 0 devices", {"devices": 0}),
         ("'stage' cannot be searched", {"axes": ("stage",)}),
         ("'h20'", {"target": "h20"}),
     ],

@@ -261,5 +261,5 @@ def test_a_trace_has_a_row_for_the_device_for_loops_and_for_the_links(plan, tmp_
     assert {x["pid"] for x in events} == {0}
     (sent,) = (x["args"] for x in events if x["name"] == first.kind)
     assert sent["bytes sent"] == first.sent and sent["line"] == first.line
-    with pytest.raises(ValueError, match=r"no schedule of h200, .*; install the compiler"):
+    with pytest.raises(ValueError, match=r"no schedule of h200; install the compiler"):
         plan.to_trace()

@@ -187,7 +187,7 @@ def test_a_script_that_does_not_train_has_nothing_to_plan(tmp_path, run):
     file = tmp_path / "hello.py"
     file.write_text("import eqxshard\neqxshard.cli(print, eqxshard.RunConfig)\n")
     status, _, err = run(file, "--plan=8xh200")
-    assert status == 2 and "--plan 8xh200 plans what eqxshard.train would do" in err
+    assert status == 2 and "--plan 8xh200 plans the step of eqxshard.train" in err
 
 
 # Recipes, on a machine without data

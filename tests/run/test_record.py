@@ -164,9 +164,9 @@ def test_where_nobody_else_shows_them_they_are_shown():
     """The process has no pytest, whose handlers would show them."""
     code = """if True:
         import logging, warnings
-        from eqxshard.run._heard_warnings import hearing_warnings
+        from eqxshard.run._collect_warnings import collect_warnings
         show = warnings.showwarning
-        with hearing_warnings(print):
+        with collect_warnings(print):
             logging.getLogger("eqxshard.b").warning("logged")
             warnings.warn("warned")
             logging.getLogger("eqxshard.b").warning("malformed %d", "x")

@@ -106,7 +106,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path):
 )
 def test_a_record_that_makes_no_sense_is_a_sentence(tmp_path, forged):
     folder = make_run(tmp_path / "run", record=make_record(**forged))
-    says = rf"what the files of {tmp_path}/run say cannot be shown "
+    says = rf"the files of {tmp_path}/run cannot be shown "
     with pytest.raises(ValueError, match=says) as error:
         save_page(folder)
     assert "); correct or remove the one that is damaged or of ano" in str(error.value)

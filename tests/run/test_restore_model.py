@@ -50,7 +50,9 @@ def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
         restore_model(MAKE, config=config)
     assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)
     # The run did not keep the largest loss.
-    with pytest.raises(ValueError, match=r"kept the min of eval/loss; give best="):
+    with pytest.raises(
+        ValueError, match=r"kept the checkpoint with the min of eval/loss; give best="
+    ):
         restore_model(MAKE, config=config, best="eval/loss", mode="max")
     assert_equal(restore_model(MAKE, output, best="eval/loss"), run.state.model)
 

@@ -160,7 +160,11 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, options, message",
     [
-        ({"batch_size": 98}, {}, "--batch-size 98 is more than the 96 examples; use fewer"),
+        (
+            {"batch_size": 98},
+            {},
+            "--batch-size 98 is more than the 96 examples; use a smaller",
+        ),
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
         ({"devices": 9}, {}, "9 devices were asked for, and there are 8 x cpu"),
         ({"epochs": 0}, {}, "--epochs 0 is too small"),
@@ -242,9 +246,13 @@ def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, m
 
 @pytest.mark.slow
 def test_an_optimizer_or_a_function_of_steps(tmp_path, finished):
-    optim = make_optim(STEPS)
-    run = train(tmp_path / "run", make_optim=optim)
-    assert_equal(run.state.model, finished.state.model)
+    def with_rate(steps, learning_rate):
+        return lenient(optax.adam(optax.linear_schedule(learning_rate, 0.001, steps)))
+
+    # A rate besides the number of steps is the function's own business.
+    for n, optim in enumerate((make_optim(STEPS), partial(with_rate, learning_rate=0.01))):
+        run = train(tmp_path / str(n), make_optim=optim)
+        assert_equal(run.state.model, finished.state.model)
     for factory, name in [
         (optax.adam, "adam"),
         (partial(optax.adam, b1=0.8), "partial"),
