@@ -37,7 +37,7 @@ def elapsed(entry, more="", target=TARGET, efficiency=AT_PEAKS, **bodies):
 
 
 def spans(entry, **bodies):
-    """The time line, whose times add up to those of the step."""
+    """The timeline, whose times add up to those of the step."""
     found = elapsed(entry, **bodies)
     device = [x for x in found.spans if x.kind in ("compute", "memory", "waiting")]
     whole = sum((x.end - x.start) * x.times for x in device)
