@@ -74,7 +74,7 @@ def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
     step, state = call.variant, call.state
     if state is not None:
         model, named = state.model, named_leaves(state.model)
-        yield from lint_model(named, step.mesh, step.rule)
+        yield from lint_rule(named, step.mesh, step.rule)
         yield from _lint_opt_state(state, named, step.mesh, step.rule)
     else:
         model, named = _kept_model(call), []
@@ -135,7 +135,7 @@ def _unread_is_warned() -> contextlib.AbstractContextManager[None]:
     )
 
 
-def lint_model(leaves: _Leaves, mesh: AnyMesh, rule: Rule) -> Iterator[Finding]:
+def lint_rule(leaves: _Leaves, mesh: AnyMesh, rule: Rule) -> Iterator[Finding]:
     """The findings in how a rule splits the arrays of a model: `whole` and `unmatched`."""
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
         # The split of a vector saves too little to be missed.
