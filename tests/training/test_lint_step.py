@@ -190,6 +190,28 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
     assert "lint_helpers.py:" in str(finding)
 
 
+class WithScale(eqx.Module):
+    """A model whose scale has the default dtype."""
+
+    mlp: MLP
+    scale: jax.Array
+
+    def __init__(self, key):
+        self.mlp = MLP32(key)
+        self.scale = jnp.ones(64)
+
+    def __call__(self, x):
+        return self.mlp(x * self.scale)
+
+
+def test_one_array_in_float64_makes_the_products_of_a_model_wide(as_scripts_run):
+    with jax.enable_x64(True):
+        findings = lint(WithScale, fsdp=8)
+        found(findings, "dtype", "float64", "in a wider type than float32")
+        # As in a model that has float64 throughout.
+        assert lint(fsdp=8) == ()
+
+
 class MLP32(MLP):
     """In float32, whatever the default."""
 
