@@ -159,10 +159,8 @@ def train(args: argparse.Namespace) -> None:
     else:
         state = eqxshard.init_state(make_model, optim, key=key, **where)
     begin = int(state.step)
-    trackers = []
-    if jax.process_index() == 0:
-        path = f"{args.folder}/metrics.jsonl"
-        trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
+    path = f"{args.folder}/metrics.jsonl"
+    trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
 
     def evaluate(model):
         if args.linger:

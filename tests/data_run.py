@@ -187,10 +187,7 @@ def train(folder: Path, args: argparse.Namespace) -> None:
         state = eqxshard.init_state(make_model, optim, key=key, **where)
     first = int(state.step)
     print(f"from step {first} in {jax.process_count()} processes", flush=True)
-    trackers = []
-    if jax.process_index() == 0:
-        path = folder / "metrics.jsonl"
-        trackers = [eqxshard.trackers.JSONLines(path, keep_until=first)]
+    trackers = [eqxshard.trackers.JSONLines(folder / "metrics.jsonl", keep_until=first)]
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     state = eqxshard.fit(
         state,

@@ -11,7 +11,8 @@ import numpy as np
 
 from ._hlo import Instruction, Module, Shape
 
-KINDS = (
+#: The opcodes of collectives.
+COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -149,7 +150,7 @@ class Operation:
 
 
 def find_collectives(
-    module: Module, devices: int = 1, kinds: Sequence[str] = KINDS
+    module: Module, devices: int = 1, kinds: Sequence[str] = COLLECTIVES
 ) -> Iterator[Operation]:
     """The collectives of a compiled module.
 

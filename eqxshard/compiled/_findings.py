@@ -3,14 +3,14 @@
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .._errors import UsageError
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
 #: The kinds of findings in our own steps.
-KINDS = (
+StepKind = Literal[
     "whole",
     "unmatched",
     "global-batch",
@@ -19,7 +19,11 @@ KINDS = (
     "dtype",
     "callback",
     "constant",
-)
+]
+#: The kinds of findings in any function, which the docstring of `lint` describes.
+Kind = Literal[StepKind, "all-layers"]
+
+KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 _LEVELS = ("warn", "error", "off")
 
@@ -45,10 +49,14 @@ class Finding:
     - `message`: a text that says what it is, and what to do.
     """
 
-    kind: str
+    kind: Kind
     leaf: str | None
     line: str | None
     message: str
+
+    def __post_init__(self):
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"{self.kind!r} is not a kind of finding; add it to `Kind`.")
 
     def __str__(self) -> str:
         return f"{self.line}: {self.message}" if self.line else self.message

@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from .._errors import UsageError, UsageTypeError
 from ..data._order import Steps
 from ..trackers._metrics import is_installed
+from ..trackers._services import ServiceName, find_service
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
-Service = Literal["wandb", "mlflow"]
 
 #: An optimizer, or a function from the number of steps to one.
 MakeOptim = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
@@ -83,8 +83,8 @@ class RunConfig:
     """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
-    track: Annotated[tuple[Service, ...], default("none")] = ()
-    """Services that get the metrics, too: wandb, mlflow, or both."""
+    track: Annotated[tuple[ServiceName, ...], default("none")] = ()
+    """Services that get the metrics, too: one or several."""
     hang_seconds: Annotated[float | None, default("never", "SECONDS")] = None
     """End a run that waits longer than this, so that it can be started again."""
     profile: Annotated[str | None, default("none", "START:STOP")] = None
@@ -102,7 +102,7 @@ class RunConfig:
     """The script's own arguments, to be recorded: [`eqxshard.cli`][] puts them here."""
 
     def check(self) -> None:
-        """Raise `ValueError` if an option makes no sense.
+        """Raise `ValueError` or `TypeError` if an option makes no sense.
 
         [`eqxshard.cli`][] and [`eqxshard.train`][] call this. (Not `__post_init__`: tyro
         would report its errors in a box of its own.)
@@ -135,11 +135,17 @@ class RunConfig:
                 f"--overwrite starts over and --resume {self.resume} continues a run; give "
                 "one of them."
             )
-        for service in self.track:
-            if not is_installed(service):
+        if isinstance(self.track, str):
+            raise UsageTypeError(
+                f"track={self.track!r} is a string; give a tuple of names, such as "
+                f"track=({self.track!r},)."
+            )
+        for name in self.track:
+            service = find_service(name)
+            if not is_installed(service.package):
                 raise UsageError(
-                    f"--track {service} needs the package {service}, which is not "
-                    f"installed; install it with `pip install 'eqxshard[{service}]'`."
+                    f"--track {name} needs the package {service.package}, which is not "
+                    f"installed; install it with `pip install 'eqxshard[{service.extra}]'`."
                 )
         if self.mesh is not None:
             parse_mesh(self.mesh)

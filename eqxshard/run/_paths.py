@@ -13,6 +13,8 @@ from ..sharding._files import read_json, writable_path
 class RunPaths:
     """The paths of the files of a run; [`eqxshard.run.RunFolder`][] lists them.
 
+    - `files`: the files that a run replaces; the checkpoints are in a folder beside them.
+
     **Arguments:**
 
     - `path`: the folder, which need not exist yet.
@@ -26,12 +28,17 @@ class RunPaths:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = writable_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
-        self.metrics = self.path / "metrics.jsonl"
-        self.curves = self.path / "curves.png"
-        self.summary = self.path / "summary.json"
-        self.page = self.path / "index.html"
-        self.record = self.path / "run.json"
-        self.warnings = self.path / "warnings.jsonl"
+        self.files: list[Path] = []
+        self.metrics = self._file("metrics.jsonl")
+        self.curves = self._file("curves.png")
+        self.summary = self._file("summary.json")
+        self.page = self._file("index.html")
+        self.record = self._file("run.json")
+        self.warnings = self._file("warnings.jsonl")
+
+    def _file(self, name: str) -> Path:
+        self.files.append(self.path / name)
+        return self.files[-1]
 
 
 def script_name() -> str:

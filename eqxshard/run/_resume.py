@@ -48,8 +48,7 @@ def should_resume(
 
 def _find_foreign(paths: RunPaths) -> str | None:
     """The name of a file that a run would replace, but that no run of ours wrote."""
-    files = (paths.metrics, paths.curves, paths.summary, paths.page, paths.record)
-    here = [file for file in (*files, paths.warnings) if os.path.lexists(file)]
+    here = [file for file in paths.files if os.path.lexists(file)]
     links = [file for file in here if file.is_symlink()]
     is_ours = is_claimed(paths.checkpoints) or "starts" in read_values(paths.record)
     return next((file.name for file in (links if is_ours else here)), None)

@@ -12,8 +12,9 @@ from ..loop._tracker import Tracker, Value
 from ..trackers._jsonl import JSONLines
 from ..trackers._metrics import is_evaluation, is_installed
 from ..trackers._progress import ProgressBar
+from ..trackers._services import ServiceName, find_service
 from ..trackers._writing import Seldom, write_whole
-from ._config import Resume, Service
+from ._config import Resume
 from ._log import read_log
 from ._paths import RunPaths
 from ._resume import should_resume
@@ -88,7 +89,7 @@ class RunFolder(RunPaths):
         total_steps: int,
         first: int = 0,
         extra: Mapping[str, object] = {},
-        services: Sequence[Service] = (),
+        services: Sequence[ServiceName] = (),
         settings: Mapping[str, Any] = {},
     ) -> list[Tracker]:
         """The trackers that write to this folder, and a progress bar.
@@ -111,8 +112,8 @@ class RunFolder(RunPaths):
 
         **Raises:**
 
-        `ImportError` if the package of a service is not installed, and `ValueError` if the
-        service refuses the run.
+        `ImportError` if the package of a service is not installed, and `ValueError` if
+        there is no such service, or it refuses the run.
         """
         # These may fail, if the file of the curves cannot be written or a service refuses
         # the run, so they come before the log is emptied.
@@ -138,7 +139,7 @@ class RunFolder(RunPaths):
 
     def _start_services(
         self,
-        services: Sequence[Service],
+        services: Sequence[ServiceName],
         title: str,
         settings: Mapping[str, Any],
         *,
@@ -146,8 +147,7 @@ class RunFolder(RunPaths):
     ) -> list[Tracker]:
         """Make the trackers of services; if one refuses the run, close those before it."""
         started: list[Tracker] = []
-        for service in services:
-            kind = trackers.WandB if service == "wandb" else trackers.MLflow
+        for kind in [find_service(name).tracker for name in services]:
             try:
                 started.append(
                     kind(self.path, name=title, settings=settings, resume=resume)

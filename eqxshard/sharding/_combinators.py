@@ -1,5 +1,6 @@
 """Rules made of other rules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from ._rule import (
     apply_rule,
     axes_by_dim,
     check_rule,
+    map_rules_inside,
     rule_name,
 )
 from ._spec import AnyMesh, axes_of, make_spec
@@ -50,6 +52,10 @@ class _SeveralRules(AbstractRule):
         """Let each rule check itself."""
         for rule in self.rules:
             check_rule(rule, leaves, mesh)
+
+    def map_inside(self, fn: Callable[[Rule], Rule]) -> Rule:
+        """A rule of the same kind."""
+        return type(self)(*map(fn, self.rules))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({comma_list(map(repr, self.rules))})"
@@ -204,18 +210,16 @@ class offload(AbstractRule):
                 )
         check_rule(self.rule, leaves, mesh)
 
+    def map_inside(self, fn: Callable[[Rule], Rule]) -> Rule:
+        """An `offload` around another rule."""
+        return offload(fn(self.rule))
+
 
 def optimizer_rule(rule: Rule) -> Rule:
     """The rule for gradients and optimizer state: the same, unless it holds a `zero1`."""
-    match rule:
-        case zero1():
-            return rule.update_rule
-        case first_match() | combine():
-            return type(rule)(*map(optimizer_rule, rule.rules))
-        case offload():
-            return optimizer_rule(rule.rule)
-        case _:
-            return rule
+    if isinstance(rule, zero1):
+        return rule.update_rule
+    return map_rules_inside(rule, optimizer_rule)
 
 
 def offloads(rule: Rule) -> bool:

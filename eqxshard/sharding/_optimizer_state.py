@@ -9,11 +9,10 @@ from jax.tree_util import SequenceKey
 from jaxtyping import PyTree
 
 from .._errors import UsageError
-from ._combinators import combine, first_match
 from ._leaf_rules import by_path
 from ._leaves import is_array, is_key, leaf_path
 from ._placement import named_leaves
-from ._rule import Decision, NamedLeaf, Rule, apply_rule, rule_name
+from ._rule import Decision, NamedLeaf, Rule, apply_rule, map_rules_inside, rule_name
 from ._spec import AnyMesh, check_spec, spec_axes
 
 _Path = tuple[Any, ...]
@@ -125,13 +124,9 @@ def is_split(spec: Any, mesh: AnyMesh) -> bool:
 
 def _for_other_shapes(rule: Rule) -> Rule:
     """The same rule, except that `by_path` claims only the arrays that its specs fit."""
-    match rule:
-        case by_path():
-            return _WhereItFits(dict(rule.specs))
-        case first_match() | combine():
-            return type(rule)(*map(_for_other_shapes, rule.rules))
-        case _:
-            return rule
+    if isinstance(rule, by_path):
+        return _WhereItFits(dict(rule.specs))
+    return map_rules_inside(rule, _for_other_shapes)
 
 
 class _WhereItFits(by_path):

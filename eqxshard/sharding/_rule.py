@@ -77,6 +77,10 @@ class AbstractRule(abc.ABC):
     def check(self, leaves: Leaves, mesh: AnyMesh) -> None:
         """Raise `ValueError` if the rule names an axis, path or dim that does not exist."""
 
+    def map_inside(self, fn: Callable[[Rule], Rule]) -> Rule:
+        """This rule with a function applied to each rule that it asks; most ask none."""
+        return self
+
     def __call__(
         self, path: str, leaf: jax.ShapeDtypeStruct, mesh: AnyMesh
     ) -> PartitionSpec | None:
@@ -100,6 +104,11 @@ def apply_rule(
             return decision._replace(spec=PartitionSpec(), note="empty")
         return decision._replace(spec=spec_on(decision.spec, mesh))
     return decision
+
+
+def map_rules_inside(rule: Rule, fn: Callable[[Rule], Rule]) -> Rule:
+    """Any rule with a function applied to the rules inside; those of users have none."""
+    return rule.map_inside(fn) if isinstance(rule, AbstractRule) else rule
 
 
 def check_rule(rule: Rule, leaves: Leaves, mesh: AnyMesh) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from .._errors import UsageError
-from ..compiled._communication import KINDS, Collective, find_collectives
+from ..compiled._communication import COLLECTIVES, Collective, find_collectives
 from ..compiled._hlo import parse_module
 from ..inspect._tables import render
 from ..sharding._text import comma_list
@@ -48,14 +48,16 @@ class Collectives:
 
     def _by_kind(self) -> dict[str, list[Collective]]:
         found: dict[str, list[Collective]] = {}
-        for op in sorted(self.ops, key=lambda op: KINDS.index(op.kind)):
+        for op in sorted(self.ops, key=lambda op: COLLECTIVES.index(op.kind)):
             found.setdefault(op.kind, []).append(op)
         return found
 
     def __str__(self) -> str:
         if not self.ops:
             return "no collectives"
-        rows = Counter(sorted(self.ops, key=lambda op: (KINDS.index(op.kind), -op.bytes)))
+        rows = Counter(
+            sorted(self.ops, key=lambda op: (COLLECTIVES.index(op.kind), -op.bytes))
+        )
         table = Table("kind", "axes")
         for column in ("count", "times per call", "bytes"):
             table.add_column(column, justify="right")
@@ -153,13 +155,14 @@ def assert_collectives(
     """
     at_most, exactly = at_most or {}, exactly or {}
     for kind in (*at_most, *exactly):
-        if kind not in KINDS:
+        if kind not in COLLECTIVES:
             raise UsageError(
-                f"{kind!r} is not a kind of collective; use one of {comma_list(KINDS)}."
+                f"{kind!r} is not a kind of collective; use one of "
+                f"{comma_list(COLLECTIVES)}."
             )
     found = collectives(step, *args)
     wrong = []
-    for kind in KINDS:
+    for kind in COLLECTIVES:
         count = found.counts.get(kind, 0)
         if kind in exactly and count != exactly[kind]:
             wrong.append(f"{count} {kind} instead of exactly {exactly[kind]}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import UsageError
+from ..distributed import is_main_process
 from ..pages._format import format_value
 from ..sharding._files import local_path
 from ._metrics import Value, is_evaluation, is_installed, metrics, numbers
@@ -20,7 +21,8 @@ class Curves:
 
     Each metric has a panel, with its values in training and in evaluation. The plot is
     redrawn after evaluations, in at most a twentieth of the run's time, and at the end. It
-    is replaced atomically, so it can be viewed at any time.
+    is replaced atomically, so it can be viewed at any time. With several processes, only
+    process 0 draws it.
 
     **Arguments:**
 
@@ -53,6 +55,8 @@ class Curves:
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
         self._x_label, self._x_last = "epoch", 0.0
         self._seldom = Seldom(20)
+        if not is_main_process():
+            return
         with writing(self._path):
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
@@ -61,6 +65,8 @@ class Curves:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Add the values; if they are an evaluation's, and it is time, redraw the plot."""
+        if not is_main_process():
+            return
         if "epoch" not in values:
             self._x_label = "step"
         x = float(numbers(values).get("epoch", step))

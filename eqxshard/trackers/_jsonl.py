@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import UsageError
+from ..distributed import is_main_process
 from ..sharding._files import local_path, open_file, parse_json
 from ._metrics import Value, numbers
 from ._writing import write_whole, writing
@@ -31,7 +32,7 @@ class JSONLines:
     when `log` returns, so the file of a killed run is complete. Values that are not
     finite are `null`, because JSON has no nan or infinity. If the disk is full, up to
     10,000 lines wait until there is room. If the file is deleted or renamed during the
-    run, it is written again.
+    run, it is written again. With several processes, only process 0 writes.
 
     - `waiting`: the lines that are not in the file yet.
 
@@ -66,6 +67,8 @@ class JSONLines:
         self._path = local_path(path, "the file")
         self.waiting: list[str] = []
         self._drops = False
+        if not is_main_process():
+            return
         with writing(self._path):
             if keep_until is not None and self._path.exists():
                 whole = read_whole_lines(self._path)
@@ -78,6 +81,8 @@ class JSONLines:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write a line with the numbers; images are left out."""
+        if not is_main_process():
+            return
         if self._file.closed:
             raise UsageError(
                 f"{os.fspath(self._path)!r} is closed; continue with a new "
@@ -101,7 +106,7 @@ class JSONLines:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
-        if self._file.closed:
+        if not is_main_process() or self._file.closed:
             return
         try:
             self._write()

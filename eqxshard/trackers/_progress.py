@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .._errors import UsageError
+from ..distributed import is_main_process
 from ..pages._format import format_number, format_value
 from ._metrics import Value, metrics, numbers
 
@@ -27,7 +28,7 @@ class ProgressBar:
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
     log) it prints plain lines: for the first report, each evaluation, the end of each
     epoch, and in between at most once a minute. A notebook has a bar, too, with the lines
-    of evaluations below it.
+    of evaluations below it. With several processes, only process 0 shows it.
 
     **Arguments:**
 
@@ -61,13 +62,15 @@ class ProgressBar:
         self._live: Any = None
         # When the next line of a log is due, within an epoch.
         self._next_line = 0.0
-        if title:
+        if title and is_main_process():
             # The disk of a log may be full, which is no reason not to train.
             with contextlib.suppress(OSError):
                 self._print(title)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Move the bar, or print a line; evaluations always get a line."""
+        if not is_main_process():
+            return
         values = numbers(values)
         epoch = f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
         texts = {kind: _text(values, kind) for kind in ("train", "eval", "ema")}

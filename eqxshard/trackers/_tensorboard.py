@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..distributed import is_main_process
 from ..sharding._files import local_path
 from ..sharding._text import GONE
 from ._metrics import Image, Value
@@ -18,6 +19,8 @@ _LOG = logging.getLogger(__name__)
 
 class TensorBoard:
     """Writes each report to an event file of [TensorBoard](https://www.tensorflow.org/tensorboard).
+
+    With several processes, only process 0 writes.
 
     **Arguments:**
 
@@ -47,6 +50,8 @@ class TensorBoard:
         self._summaries: Any = summary_pb2
         self._new_writer = EventFileWriter
         self._folder = str(local_path(directory, "the folder of the events"))
+        if not is_main_process():
+            return
         self._writer = self._new_writer(self._folder)
         if purge_after is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -54,6 +59,8 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
+        if not is_main_process():
+            return
         if not os.path.isdir(self._folder):
             _LOG.warning(GONE, self._folder, "the events in it")
             self._writer.close()
@@ -67,7 +74,8 @@ class TensorBoard:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
-        self._writer.close()
+        if is_main_process():
+            self._writer.close()
 
     def _native(self, value: Value) -> dict[str, Any]:
         """The field of a summary that holds a value."""

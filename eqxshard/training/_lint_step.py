@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ..compiled._findings import REWRITTEN, Finding
 from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, LintedStep, TextLint, unread_is_warned
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
-from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
+from ..sharding._leaves import array_leaves, format_array, leaf_path
 from ..sharding._mesh import batch_axes
 from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
@@ -74,15 +75,14 @@ def lint_traced(call: "Call", jaxpr: Any) -> Iterator[Finding]:
     step, state = call.variant, call.state
     if state is not None:
         model, named = state.model, named_leaves(state.model)
-        yield from lint_model(named, step.mesh, step.rule)
+        yield from lint_rule(named, step.mesh, step.rule)
         yield from _lint_opt_state(state, named, step.mesh, step.rule)
     else:
         model, named = _kept_model(call), []
     with _unread_is_warned():
         compute = None if step.precision is None else step.precision.compute
         if compute is None:
-            floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
-            compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
+            compute = _usual_dtype(model)
         yield from lint_jaxpr([*all_jaxprs(jaxpr)], compute)
         if state is not None:
             yield from _lint_update(state, named, jaxpr)
@@ -124,13 +124,23 @@ def _kept_model(call: "Call") -> PyTree:
     return without_state(call.key.kept.static.combine(call.kept))[0]
 
 
+def _usual_dtype(model: PyTree) -> Any:
+    """The floating-point dtype of most of a model's parameters; `None` if it has none."""
+    counts = Counter[Any]()
+    for _, leaf in array_leaves(model):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            counts[jnp.dtype(leaf.dtype)] += math.prod(leaf.shape)
+    # The wider of two that are equally many.
+    return max(counts, key=lambda x: (counts[x], x.itemsize), default=None)
+
+
 def _unread_is_warned() -> contextlib.AbstractContextManager[None]:
     return unread_is_warned(
         "a step", ", and make the step with lint='off' until it is mended"
     )
 
 
-def lint_model(leaves: _Leaves, mesh: AnyMesh, rule: Rule) -> Iterator[Finding]:
+def lint_rule(leaves: _Leaves, mesh: AnyMesh, rule: Rule) -> Iterator[Finding]:
     """The findings in how a rule splits the arrays of a model: `whole` and `unmatched`."""
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
         # The split of a vector saves too little to be missed.

@@ -9,6 +9,11 @@ FIRST = Finding("constant", None, "model.py:12", "a constant. Make it a field.")
 SECOND = Finding("whole", "head.weight", None, "head.weight is whole. Pad it.")
 
 
+def test_a_finding_of_an_unknown_kind_is_refused_when_it_is_made(unannotated):
+    with pytest.raises(ValueError, match="'wide' is not a kind of finding"):
+        Finding("wide", None, None, "")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     "lint, text",
     [

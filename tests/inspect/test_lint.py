@@ -1,10 +1,17 @@
+import re
+from pathlib import Path
+from typing import get_args
+
 import jax
 import numpy as np
 import pytest
 from lint_helpers import BATCH, OPTIM, lint, make_state, square_losses
 
 import eqxshard
+from eqxshard.compiled._findings import Kind, StepKind
 from eqxshard.inspect import Finding
+
+GUIDE = Path(__file__).parents[2] / "docs/pages/guide/lint.md"
 
 
 def test_findings_print_as_lines():
@@ -20,6 +27,15 @@ def test_findings_print_as_lines():
     (finding,) = findings
     assert isinstance(finding, Finding)
     assert str(findings) == f"constant: {finding.line}: {finding.message}"
+
+
+def test_the_docstring_and_the_guide_list_all_kinds():
+    """The guide lists those of steps, and adds that of other functions in a paragraph."""
+    text, _, _ = (eqxshard.lint.__doc__ or "").partition("**Arguments:**")
+    assert {*re.findall("^ *- `(.+?)`:", text, re.M)} == {*get_args(Kind)}
+    guide = GUIDE.read_text()
+    assert {*re.findall("^- `(.+?)`", guide, re.M)} == {*get_args(StepKind)}
+    assert "one kind more, `all-layers`" in guide
 
 
 def test_eval_steps_take_a_model():

@@ -21,6 +21,7 @@ from run_train_helpers import train
 import eqxshard
 from eqxshard.compiled._causes import is_users
 from eqxshard.run._cli import _parse
+from eqxshard.trackers._services import SERVICES
 
 LINE = (
     r"accuracy 0\.\d{4} \| [\d.]+ s/epoch \| [\d,]+ points/s "
@@ -118,6 +119,7 @@ def test_help_groups_options_and_shows_defaults(script):
         "--model {small,wide} How many neurons. (default: small)",
         "--batch-size INT Examples per step, over all devices. (default: 16)",
         "(default: runs/SCRIPT-NAME)",
+        f"--track [{{{','.join(SERVICES)}}} ",
     ):
         assert words in text, words
     assert "None" not in text

@@ -27,6 +27,10 @@ from eqxshard.run import RunConfig
         ({"seed": 2**32}, "--seed 4294967296 is out of range; use"),
         ({"output": ""}, "--output is empty; give a folder, or leave the option out"),
         ({"resume": "maybe"}, "--resume maybe is unknown; use no, yes or auto"),
+        (
+            {"track": ("tensorboard",)},
+            "'tensorboard' is not a service that .*; use one of wandb, ",
+        ),
         ({"profile": "9:5"}, "'9:5' are not steps to profile; write START:STOP"),
         ({"mesh": ""}, "the mesh '' names the axis ''"),
         ({"plan": "h200"}, "--plan h200 is not a number and a kind of devices; write"),
@@ -47,3 +51,10 @@ def test_a_service_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"install it with `pip install 'eqxshard\[wandb"):
         RunConfig(track=("wandb",)).check()
+
+
+def test_one_name_of_a_service_is_no_tuple_of_names(unannotated):
+    with pytest.raises(
+        TypeError, match=r"^track='wandb' is a string; .* track=\('wandb',\)"
+    ):
+        RunConfig(track="wandb").check()  # pyright: ignore[reportArgumentType]

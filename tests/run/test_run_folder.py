@@ -9,7 +9,7 @@ import pytest
 import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._config import Resume
-from eqxshard.run._paths import default_folder
+from eqxshard.run._paths import RunPaths, default_folder
 from eqxshard.run._result import read_summary
 from eqxshard.run._run_folder import _PageTracker
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
@@ -41,6 +41,7 @@ def test_trackers_write_what_they_are_named_for(folder):
         {"step": 2, "epoch": 1.0, "train/loss": 0.5, "data": "lines"},
     ]
     assert folder.page.read_text().startswith("<!doctype html>")
+    assert {*folder.files}.issuperset(x for x in folder.path.iterdir() if x.is_file())
 
 
 def test_a_run_that_begins_anew_hides_the_events_of_the_earlier_one(folder):
@@ -92,7 +93,7 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
 
 
 @pytest.mark.parametrize("resume", ["no", "auto"])
-@pytest.mark.parametrize("name", ["index.html", "metrics.jsonl", "run.json", "curves.png"])
+@pytest.mark.parametrize("name", [file.name for file in RunPaths("run").files])
 def test_files_of_the_users_are_not_replaced(folder, name, resume: Resume):
     """Such as the page of a site, in the folder that somebody gives a run."""
     folder.path.mkdir()

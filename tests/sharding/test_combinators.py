@@ -1,11 +1,15 @@
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import needs_new_jax
+from helpers import lenient, needs_new_jax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -20,6 +24,7 @@ from sharding_helpers import (
 )
 
 import eqxshard
+from eqxshard.sharding._rule import AbstractRule, Rule, apply_rule, check_rule
 
 
 def test_first_match_asks_in_order():
@@ -103,3 +108,48 @@ def test_rules_for_the_optimizer_state():
     params, moments = opt_specs(rule)
     assert params["up"] == moments["up"] == P(None, "fsdp")
     assert (params["bias"], moments["bias"]) == (P(), P("data"))
+
+
+@dataclass(frozen=True)
+class around(AbstractRule):
+    """A combinator that this library does not have: another rule, unchanged."""
+
+    rule: Rule
+
+    def decide(self, path, leaf, mesh):
+        return apply_rule(self.rule, path, leaf, mesh)
+
+    def check(self, leaves, mesh):
+        check_rule(self.rule, leaves, mesh)
+
+    def map_inside(self, fn: Callable[[Rule], Rule]) -> Rule:
+        return around(fn(self.rule))
+
+
+def test_rules_in_any_combinator_split_optimizer_state_as_they_do_alone():
+    mesh, alone = eqxshard.make_mesh(fsdp=2), eqxshard.zero1(1)
+    params, moments = opt_specs(eqxshard.first_match(around(alone), fsdp()), mesh)
+    assert (params["up"], moments["up"]) == (P(), P("data"))
+    assert (params, moments) == opt_specs(alone, mesh)
+    # Specs by path are for parameters, and leave the factors of Adafactor alone.
+    by_path = eqxshard.by_path({"w": P("fsdp", "tensor")})
+    state = eqxshard.init_state(
+        lambda key: {"w": jnp.ones((128, 128))},
+        lenient(optax.adafactor(0.1, min_dim_size_to_factor=8)),
+        key=jax.random.key(0),
+        mesh=make_mesh(2, 2),
+        rule=eqxshard.first_match(around(by_path), eqxshard.replicate()),
+    )
+    assert state.model["w"].sharding.spec == P("fsdp", "tensor")
+
+
+def kinds_of(base: type) -> set[Any]:
+    """All classes of rules below one."""
+    return {base}.union(*map(kinds_of, base.__subclasses__()))
+
+
+def test_no_combinator_forgets_the_rules_inside():
+    inside = (Rule, tuple[Rule, ...])
+    for kind in kinds_of(AbstractRule).difference([AbstractRule]):
+        holds = any(field.type in inside for field in fields(kind))
+        assert holds == (kind.map_inside is not AbstractRule.map_inside), kind

@@ -1,12 +1,15 @@
 import importlib.util
+import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqxshard
-from eqxshard.trackers import Image
+from eqxshard.trackers import Curves, Image, JSONLines, ProgressBar, TensorBoard
+from eqxshard.trackers._metrics import is_installed
 
 
 def test_pixels_are_bytes_of_rows_columns_and_channels():
@@ -36,3 +39,31 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
         ValueError, match=r"not installed; .*pip install 'eqxshard\[wandb\]'"
     ):
         config.check()
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch, capsys):
+    """Others must not empty the file that the first writes, or hide its events."""
+    (tmp_path / "m.jsonl").write_text('{"step": 9}\n')
+
+    def follow():
+        trackers = [
+            JSONLines(tmp_path / "m.jsonl", keep_until=3),
+            Curves(tmp_path / "new" / "curves.png"),
+            ProgressBar(4, title="small"),
+        ]
+        if is_installed("tensorboard"):
+            trackers.append(TensorBoard(tmp_path / "events", purge_after=3))
+        for tracker in trackers:
+            tracker.log(4, {"train/loss": 1.0, "eval/loss": 1.0})
+            tracker.close()
+        return {path.name for path in tmp_path.iterdir()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: 1)
+        assert follow() == {"m.jsonl"}
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 9}\n'
+    assert capsys.readouterr() == ("", "")
+    assert follow() >= {"m.jsonl", "new"}
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 4
+    assert "small" in capsys.readouterr().err

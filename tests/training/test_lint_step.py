@@ -16,7 +16,7 @@ from lint_helpers import FSDP, KEY, MLP, OPTIM, found, lint, make_mesh, square_l
 import eqxshard
 from eqxshard.inspect import LintWarning
 from eqxshard.sharding._placement import named_leaves
-from eqxshard.training._lint_step import lint_jaxpr, lint_model
+from eqxshard.training._lint_step import lint_jaxpr, lint_rule
 from eqxshard.training.rewrite._jaxprs import all_jaxprs
 
 #: Every step of this model has a finding: no dim of its weights divides by 8.
@@ -87,7 +87,7 @@ def test_a_step_that_lint_cannot_read_runs(monkeypatch):
 
 def check(rule, make_model: Any, **sizes: Any):
     model = eqx.filter_eval_shape(make_model, KEY)
-    return list(lint_model(named_leaves(model), make_mesh(**sizes), rule))
+    return list(lint_rule(named_leaves(model), make_mesh(**sizes), rule))
 
 
 def odd(key):
@@ -135,7 +135,7 @@ def test_a_large_constant(table):
         return square_losses(model, batch, key) + (batch["x"][:, :1] * table).sum(-1)
 
     finding = found(lint(loss_fn=loss_fn, fsdp=8), "constant", "float32[512,512], 1.05 MB")
-    assert "test_lint.py:" in str(finding)
+    assert "test_lint_step.py:" in str(finding)
 
 
 def test_a_constant_in_a_branch():
@@ -190,6 +190,28 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
     assert "lint_helpers.py:" in str(finding)
 
 
+class WithScale(eqx.Module):
+    """A model whose scale has the default dtype."""
+
+    mlp: MLP
+    scale: jax.Array
+
+    def __init__(self, key):
+        self.mlp = MLP32(key)
+        self.scale = jnp.ones(64)
+
+    def __call__(self, x):
+        return self.mlp(x * self.scale)
+
+
+def test_one_array_in_float64_makes_the_products_of_a_model_wide(as_scripts_run):
+    with jax.enable_x64(True):
+        findings = lint(WithScale, fsdp=8)
+        found(findings, "dtype", "float64", "in a wider type than float32")
+        # As in a model that has float64 throughout.
+        assert lint(fsdp=8) == ()
+
+
 class MLP32(MLP):
     """An MLP in float32, whatever the default."""
 
@@ -209,7 +231,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_the_host(name):
     finding = found(trace(CALLS[name], jnp.ones(8)), "callback", f"{name})", "as metrics")
-    assert "test_lint.py:" in str(finding)
+    assert "test_lint_step.py:" in str(finding)
 
 
 def in_the_model(model, batch, key):
@@ -240,4 +262,4 @@ def test_checks_are_not_calls_of_the_host(loss_fn):
         return loss_fn(model, batch, key) + x.sum()
 
     finding = found(lint(loss_fn=with_call, fsdp=8), "callback", "jax.pure_callback")
-    assert "test_lint.py:" in str(finding)
+    assert "test_lint_step.py:" in str(finding)
