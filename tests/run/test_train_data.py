@@ -146,7 +146,11 @@ def test_another_batch_size_goes_on_with_the_next_example(tmp_path, capsys, way)
             {"eval_data": listed(8)},
             "the batches of eval_data have 8 rows, over all",
         ),
-        ("batched", {"train_data": examples().batch(BATCH)}, "leave .batch(n) out, because"),
+        (
+            "batched",
+            {"train_data": examples().batch(BATCH)},
+            "leave .batch(n) out, because",
+        ),
         ("strings", {"train_data": grain.MapDataset.source(["a"] * 99)}, "is a str; make"),
         ("once", {"train_data": iter(listed())}, "can be read only once"),
         ("endless", {"train_data": examples().repeat()}, "give --steps instead of epochs"),
