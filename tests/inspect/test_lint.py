@@ -2,7 +2,9 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from lint_helpers import BATCH, OPTIM, lint, make_state, square_losses
@@ -60,3 +62,19 @@ def test_arguments_have_the_names_of_a_call():
 def test_what_is_no_function_is_refused(unannotated):
     with pytest.raises(TypeError, match="is not a function"):
         eqxshard.lint(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_rows_gathered_for_a_loss_that_is_linear_in_the_outputs_are_found_and_kept_split():
+    """The gradient of the outputs is a constant, and its rows are not known to be split."""
+
+    def lint_outputs(split):
+        def loss_fn(model, batch, key):
+            return jnp.mean(split(jax.vmap(model)(batch["x"])), axis=-1)
+
+        make_model = lambda key: eqx.nn.Linear(64, 256, key=key)  # noqa: E731
+        return lint(make_model, loss_fn, BATCH, fsdp=8)
+
+    (found,) = lint_outputs(lambda outputs: outputs)
+    assert found.kind == "global-batch" and "eqxshard.constrain" in found.message
+    rows = jax.P(("data", "fsdp"))
+    assert [*lint_outputs(lambda outputs: eqxshard.constrain(outputs, rows))] == []
