@@ -1,7 +1,7 @@
 """beartype for jaxtyping's import hook, with the checks of nested functions made once.
 
-The hook decorates a nested function whenever the function around it is called. Compiling its
-checks each time took a tenth of the time of all tests.
+The hook decorates a nested function whenever the function around it is called. Compiling
+its checks each time took a tenth of the time of all tests.
 """
 
 from collections.abc import Callable, Hashable

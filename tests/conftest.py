@@ -45,13 +45,14 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config):
-    """Check annotations in the quick tests, and compile only once what several tests compile.
+    """Check annotations in the quick tests, and compile once what several tests compile.
 
     The other tests run the package as users do, without checks of annotations, which take a
     fifth of the time.
 
     The cache is not for other processes, which tests kill: JAX does not write an entry of
-    its cache in one piece. And JAX cannot read what it compiled for GPUs that are not there.
+    its cache in one piece. And JAX cannot read what it compiled for GPUs that are not
+    there.
     """
     if "not slow" in config.option.markexpr:
         install_import_hook("eqxshard", "checked_types.check_types")

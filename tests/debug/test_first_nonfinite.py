@@ -219,6 +219,7 @@ def test_an_update_is_named():
 # The options of a step
 
 
+@pytest.mark.slow
 def test_on_explicit_axes_the_line_the_layer_and_the_rows_are_named():
     y, z = np.ones(ROWS), np.ones(ROWS)
     assert find(unlikely, example_batch(y=y, z=z), explicit=True) is None
@@ -229,7 +230,7 @@ def test_on_explicit_axes_the_line_the_layer_and_the_rows_are_named():
     assert (says.line, says.rounds) == (line(Root.__call__, 1), (2,))
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_line_of_code_for_each_device_is_named(explicit):
     mesh = make_mesh(explicit)
     rows = batch_sharding(mesh).spec
@@ -254,7 +255,7 @@ def repeated(times, model, batch, key):
     return predict(model, batch) + logs
 
 
-@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("times", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loop_without_a_round_passes_on_what_it_was_given(times):
     y = np.ones(ROWS)
     assert find(ft.partial(repeated, times), example_batch(y=y)) is None
