@@ -285,10 +285,18 @@ def by_plain_jax(fn, shape):
 
 
 def on_meshes(fns, meshes, mesh, some):
-    """Some functions on one mesh; slow are the others there, and these on other meshes."""
-    quick = [(fn, mesh) for fn in some]
-    slow = [*((fn, mesh) for fn in fns), *itertools.product(some, meshes)]
-    return graded(itertools.product(fns, meshes), quick, slow)
+    """All functions on one mesh, for other versions of JAX, too; `some` also on another."""
+
+    def marks(fn, where):
+        if where == mesh:
+            yield pytest.mark.versions
+        elif fn not in some or where != "fsdp x expert":
+            yield pytest.mark.thorough
+        if fn not in some or where != mesh:
+            yield pytest.mark.slow
+
+    cases = itertools.product(fns, meshes)
+    return [pytest.param(*case, marks=[*marks(*case)]) for case in cases]
 
 
 EACH_CONVOLUTION = on_meshes(
@@ -306,7 +314,6 @@ EACH_CONVOLUTION = on_meshes(
 )
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("fn, mesh", EACH_CONVOLUTION)
 def test_a_convolution_learns_the_same_on_every_mesh(fn, mesh):
     shape = CONVOLUTIONS[fn]
@@ -329,7 +336,6 @@ EACH_SCATTER = on_meshes(
 )
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("fn, mesh", EACH_SCATTER)
 def test_a_scatter_adds_no_padding(fn, mesh):
     got, want = (
