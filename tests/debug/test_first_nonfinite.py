@@ -44,6 +44,23 @@ def make_mesh(explicit: bool = False) -> jax.sharding.Mesh:
     return eqxshard.make_mesh(data=-1, fsdp=2, devices=devices, explicit=explicit)
 
 
+@ft.cache
+def make(
+    loss_fn: Any,
+    make_model: Any,
+    optim: Any,
+    precision: Any,
+    explicit: bool,
+    **options: Any,
+) -> tuple[eqxshard.TrainState, Any]:
+    """The first state on four devices, which no test gives away, and a step."""
+    where: dict[str, Any] = {"mesh": make_mesh(explicit), "rule": RULE}
+    state = eqxshard.init_state(
+        make_model, optim, key=jax.random.key(0), precision=precision, **where
+    )
+    return state, eqxshard.make_train_step(loss_fn, optim, **options)
+
+
 def find(
     loss_fn: Any,
     batch: Any,
@@ -56,14 +73,9 @@ def find(
     explicit: bool = False,
     **options: Any,
 ) -> FirstNonfinite | None:
-    """What is found in a first step on four devices."""
-    mesh = make_mesh(explicit)
-    where: dict[str, Any] = {"mesh": mesh, "rule": RULE}
-    state = eqxshard.init_state(
-        make_model, optim, key=jax.random.key(0), precision=precision, **where
-    )
+    """What is found in a first step."""
+    state, step = make(loss_fn, make_model, optim, precision, explicit, **options)
     state = eqx.tree_at(lambda state: state.model, state, change(state.model))
-    step = eqxshard.make_train_step(loss_fn, optim, **options)
     return eqxshard.first_nonfinite(step, state, batch, extra)
 
 
@@ -258,9 +270,10 @@ def repeated(times, model, batch, key):
 @pytest.mark.parametrize("times", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loop_without_a_round_passes_on_what_it_was_given(times):
     y = np.ones(ROWS)
-    assert find(ft.partial(repeated, times), example_batch(y=y)) is None
+    loss_fn = ft.partial(repeated, times)
+    assert find(loss_fn, example_batch(y=y)) is None
     y[3] = -1
-    says = found(ft.partial(repeated, times), example_batch(y=y))
+    says = found(loss_fn, example_batch(y=y))
     assert (says.operation, says.line, says.rows) == ("log", line(repeated, 1), (3,))
 
 
