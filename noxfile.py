@@ -44,6 +44,16 @@ PYTEST = (
 #: The release before the newest JAX that a Python can install.
 PREVIOUS_JAX = {"3.11": "jax==0.10.1", "3.12": "jax==0.11.*", "3.13": "jax==0.11.*"}
 
+#: Files of tests for a Python and a JAX that are each tested elsewhere, not together:
+#: steps, checkpoints and whole runs.
+TOGETHER = (
+    "tests/checkpoint/test_checkpointer.py",
+    "tests/run",
+    "tests/test_package.py",
+    "tests/test_way_in.py",
+    "tests/training/test_train_step.py",
+)
+
 
 def group(name: str) -> tuple[str, ...]:
     """The requirements of a dependency group of pyproject.toml."""
@@ -161,10 +171,12 @@ def tests_lowest(session: nox.Session) -> None:
 @nox.session(default=False, python="3.12")
 @nox.parametrize("jax", ["newest", "previous"])
 def tests_between(session: nox.Session, jax: str) -> None:
-    """The tests marked `versions`, on Python 3.12 with the two newest releases of JAX."""
+    """Tests marked `versions`, on Python 3.12 with the two newest releases of JAX."""
     version = [] if jax == "newest" else [PREVIOUS_JAX["3.12"]]
     session.install(*PACKAGE, *group("tests"), *version)
-    run_versions(session, gpu=False)
+    # The newest JAX is tested on Python 3.13, and Python 3.12 with the release before.
+    files = TOGETHER if jax == "newest" else ()
+    run_versions(session, *files, gpu=False)
 
 
 @nox.session(default=False, python=newest_python())
@@ -174,9 +186,10 @@ def tests_newest(session: nox.Session) -> None:
     run_versions(session)
 
 
-def run_versions(session: nox.Session, gpu: bool = True) -> None:
+def run_versions(session: nox.Session, *files: str, gpu: bool = True) -> None:
     """Run the tests marked `versions`, which a change of JAX could break."""
-    session.run(*PYTEST, "-m", "versions and not thorough and not gpu", *session.posargs)
+    mark = "versions and not thorough and not gpu"
+    session.run(*PYTEST, "-m", mark, *(session.posargs or files))
     if gpu:
         compile_for_gpus(session, "tests/gpu", mark="versions and gpu and not thorough")
 

@@ -1,11 +1,13 @@
 """States, and the checkpoints of a run of ten steps."""
 
+import functools
 import shutil
 from typing import Any
 
 import jax
 import optax
 from helpers import RULES, Model, lenient, make_mesh
+from helpers import copied as copied_tree
 
 import eqxshard
 
@@ -17,9 +19,16 @@ def placed(mesh="data=8", rule="replicate") -> dict[str, Any]:
     return {"mesh": make_mesh(mesh), "rule": RULES[rule]}
 
 
+@functools.cache
+def first_state(make_model, optim, seed):
+    """The state that tests begin with copies of: making one takes ten programs."""
+    return eqxshard.init_state(make_model, optim, key=jax.random.key(seed), **placed())
+
+
 def new_state(make_model: Any = Model, optim=OPTIM, seed=0, **where):
     """A state at step 0."""
-    where = where or placed()
+    if not where:
+        return copied_tree(first_state(make_model, optim, seed))
     return eqxshard.init_state(make_model, optim, key=jax.random.key(seed), **where)
 
 

@@ -1,5 +1,6 @@
 """Every test runs on 8 simulated CPU devices, under strict types and warnings."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -25,6 +26,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+# Until all modules of tests are imported: what they make stays.
+gc.disable()
+
 # A shell has its background jobs ignore SIGINT, and the processes of tests inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -32,8 +36,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 _COMPILED = tempfile.TemporaryDirectory(prefix="eqxshard-compiled-")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-install_import_hook("eqxshard", "beartype.beartype")
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile(
@@ -43,14 +45,26 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config):
-    """Compile programs of several tests once, by JAX's cache.
+    """Check annotations in the quick tests, and compile programs of several tests once.
 
-    Other processes have no cache, because tests kill them, and JAX does not write an entry
-    in one piece. Nor can JAX read programs that it compiled for GPUs that are not there.
+    The other tests run the package as users do, without checks of annotations, which take a
+    fifth of the time.
+
+    Programs are in JAX's cache. Other processes have no cache, because tests kill them, and
+    JAX does not write an entry in one piece. Nor can JAX read programs that it compiled for
+    GPUs that are not there.
     """
+    if "not slow" in config.option.markexpr:
+        install_import_hook("eqxshard", "checked_types.check_types")
     if not config.option.markexpr.startswith("gpu"):
         jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_collection_finish():
+    # No collection looks through the million objects of modules again.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

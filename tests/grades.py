@@ -1,6 +1,6 @@
 """Marks cases of tests: quick, `slow`, or, for one more of many, `thorough`."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,15 @@ def graded(
     return [marked(case) for case in cases]
 
 
-def on_versions(cases: Iterable[Any], some: Collection[Any]) -> list[Any]:
-    """Mark the parameters of a test that are also tried on other versions of JAX."""
-    marks = {True: [pytest.mark.versions], False: []}
-    return [pytest.param(case, marks=marks[case in some]) for case in cases]
+def on_versions(
+    cases: Iterable[Any], some: Collection[Any], others: Collection[Any] = ()
+) -> list[Any]:
+    """Mark some parameters for other versions of JAX, too, and `others` as slow."""
+
+    def marks(case: Any) -> Iterator[pytest.MarkDecorator]:
+        if case in some:
+            yield pytest.mark.versions
+        elif case in others:
+            yield pytest.mark.slow
+
+    return [pytest.param(case, marks=[*marks(case)]) for case in cases]

@@ -20,14 +20,25 @@ SPLITS = [("data=8", "replicate"), ("data=2,fsdp=4", "fsdp")]
 WEIGHTS = {"even": None, "padded": np.arange(32) < 27, "uneven": np.linspace(0, 3, 32)}
 
 
+def place(mesh, rule) -> dict[str, Any]:
+    """A mesh and a rule by name."""
+    return {"mesh": make_mesh(mesh), "rule": RULES.get(rule, rule)}
+
+
+@functools.cache
+def first_state(mesh, rule, optim, make_model, **kept):
+    """The state that tests begin with copies of: making one takes ten programs."""
+    return eqxshard.init_state(make_model, optim, key=KEY, **place(mesh, rule), **kept)
+
+
 def make(
     mesh, rule, loss_fn=squared_errors, optim=OPTIM, make_model: Any = Model, **options
 ):
     """A state, and a step that is not compiled yet."""
-    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES.get(rule, rule))
     kept = {name: options[name] for name in ("trainable", "precision") if name in options}
-    state = eqxshard.init_state(make_model, optim, key=KEY, **placed, **kept)
-    return state, eqxshard.make_train_step(loss_fn, optim, **placed, **options)
+    state = copied(first_state(mesh, rule, optim, make_model, **kept))
+    train_step = eqxshard.make_train_step(loss_fn, optim, **place(mesh, rule), **options)
+    return state, train_step
 
 
 make_once = functools.cache(make)

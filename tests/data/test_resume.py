@@ -119,7 +119,7 @@ def assert_read_once(folder, way, processes=1):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("way", graded(WAYS, quick=["mix", "packed"], slow=["arrays"]))
+@pytest.mark.parametrize("way", graded(WAYS, quick=["mix"], slow=WAYS))
 def test_a_killed_run_ends_as_the_whole_one(tmp_path, way):
     """The second epoch has three batches when the process is killed, one of them saved."""
     command = [sys.executable, SCRIPT, tmp_path, f"--way={way}", "--forked", "--kill=10"]
@@ -131,9 +131,10 @@ def test_a_killed_run_ends_as_the_whole_one(tmp_path, way):
     assert_read_once(tmp_path / "killed", way)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, processes",
+    graded(itertools.product(WAYS, [2, 4]), slow=[*((way, 2) for way in WAYS), ("mix", 4)]),
+)
 def test_of_several_processes_one_is_killed(tmp_path, whole, way, processes):
     how = {"processes": processes}
     go(tmp_path, way, "--kill=10", **how, says="was killed by SIGKILL", status=137)
@@ -142,8 +143,7 @@ def test_of_several_processes_one_is_killed(tmp_path, whole, way, processes):
     assert_read_once(tmp_path, way, processes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["arrays", "mix"])
+@pytest.mark.parametrize("way", graded(["arrays", "mix"], slow=["mix"]))
 def test_from_two_processes_to_one_and_back(tmp_path, whole, way):
     killed = {"says": "was killed by SIGKILL", "status": 137}
     go(tmp_path, way, "--kill=5", processes=2, **killed)
@@ -255,7 +255,10 @@ def next_of(batches, count):
     return [contents(batch) for batch in itertools.islice(batches, count)]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+OF_EACH_WAY = ["arrays", "mix", "device", "iterable", "own state"]
+
+
+@pytest.mark.parametrize("kind", graded(LOADERS, OF_EACH_WAY, LOADERS))
 def test_an_own_loop_goes_on_with_the_batch_that_was_next(tmp_path, train_step, kind):
     """Its steps take two batches, and skip every fifth."""
     with closing(iter(loader_by(kind))) as batches:
@@ -282,7 +285,7 @@ def test_an_own_loop_goes_on_with_the_batch_that_was_next(tmp_path, train_step, 
             assert next_of(batches, 2) == expected[taken + 3 :][:2]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", graded(LOADERS, OF_EACH_WAY, LOADERS))
 def test_an_iterator_keeps_its_position_while_its_loader_is_restored(kind):
     with closing(iter(loader_by(kind))) as batches:
         expected = next_of(batches, 12)
@@ -349,7 +352,7 @@ def examples_of(kind, length) -> tuple[Any, Callable[[int], int]]:
     return dataset, lambda n: n
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize("kind", graded(["arrays", "dataset"], ["arrays"], ["dataset"]))
 @given(
     length=st.integers(9, 60),
     changes=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=2),
@@ -396,7 +399,7 @@ class Seen:
         return self.step(state, {**batch, "y": batch["x"][:, :4]})
 
 
-@pytest.mark.parametrize("way", ["arrays", "mix"])
+@pytest.mark.parametrize("way", graded(["arrays", "mix"], ["arrays"], ["mix"]))
 def test_each_example_comes_once_where_the_batch_size_changes(tmp_path, train_step, way):
     def go_on(batch_size, **until):
         state = new_state()

@@ -44,6 +44,23 @@ def make_mesh(explicit: bool = False) -> jax.sharding.Mesh:
     return eqxshard.make_mesh(data=-1, fsdp=2, devices=devices, explicit=explicit)
 
 
+@ft.cache
+def make(
+    loss_fn: Any,
+    make_model: Any,
+    optim: Any,
+    precision: Any,
+    explicit: bool,
+    **options: Any,
+) -> tuple[eqxshard.TrainState, Any]:
+    """The first state on four devices, which no test gives away, and a step."""
+    where: dict[str, Any] = {"mesh": make_mesh(explicit), "rule": RULE}
+    state = eqxshard.init_state(
+        make_model, optim, key=jax.random.key(0), precision=precision, **where
+    )
+    return state, eqxshard.make_train_step(loss_fn, optim, **options)
+
+
 def find(
     loss_fn: Any,
     batch: Any,
@@ -57,13 +74,8 @@ def find(
     **options: Any,
 ) -> FirstNonfinite | None:
     """The result of `first_nonfinite` for a first step on four devices."""
-    mesh = make_mesh(explicit)
-    where: dict[str, Any] = {"mesh": mesh, "rule": RULE}
-    state = eqxshard.init_state(
-        make_model, optim, key=jax.random.key(0), precision=precision, **where
-    )
+    state, step = make(loss_fn, make_model, optim, precision, explicit, **options)
     state = eqx.tree_at(lambda state: state.model, state, change(state.model))
-    step = eqxshard.make_train_step(loss_fn, optim, **options)
     return eqxshard.first_nonfinite(step, state, batch, extra)
 
 
@@ -219,6 +231,7 @@ def test_an_update_is_named():
 # The options of a step
 
 
+@pytest.mark.slow
 def test_on_explicit_axes_the_line_the_layer_and_the_rows_are_named():
     y, z = np.ones(ROWS), np.ones(ROWS)
     assert find(unlikely, example_batch(y=y, z=z), explicit=True) is None
@@ -229,7 +242,7 @@ def test_on_explicit_axes_the_line_the_layer_and_the_rows_are_named():
     assert (says.line, says.rounds) == (line(Root.__call__, 1), (2,))
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_line_of_code_for_each_device_is_named(explicit):
     mesh = make_mesh(explicit)
     rows = batch_sharding(mesh).spec
@@ -254,12 +267,13 @@ def repeated(times, model, batch, key):
     return predict(model, batch) + logs
 
 
-@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("times", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loop_without_a_round_passes_on_what_it_was_given(times):
     y = np.ones(ROWS)
-    assert find(ft.partial(repeated, times), example_batch(y=y)) is None
+    loss_fn = ft.partial(repeated, times)
+    assert find(loss_fn, example_batch(y=y)) is None
     y[3] = -1
-    says = found(ft.partial(repeated, times), example_batch(y=y))
+    says = found(loss_fn, example_batch(y=y))
     assert (says.operation, says.line, says.rows) == ("log", line(repeated, 1), (3,))
 
 

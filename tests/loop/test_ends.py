@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grades import graded
 from helpers import assert_equal, make_mesh
 from loop_helpers import (
     ROWS,
@@ -283,7 +284,7 @@ class Reread:
         return iter(self.loader)
 
 
-@pytest.mark.parametrize("log_every", [1, 2, 50])
+@pytest.mark.parametrize("log_every", graded([1, 2, 50], [2], [1, 50]))
 def test_too_many_in_a_row_end_the_run_with_an_error_that_names_the_examples(
     tmp_path, log_every
 ):
@@ -300,7 +301,7 @@ def test_too_many_in_a_row_end_the_run_with_an_error_that_names_the_examples(
     assert eqxshard.Checkpointer(tmp_path).steps()[-1] >= 2
 
 
-@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("placement", graded(["host", "device"], ["host"], ["device"]))
 def test_the_error_names_the_line_without_a_checkpointer_too(placement):
     x = np.zeros((ROWS, 4), np.float32)
     x[8:, 0] = -3
@@ -321,6 +322,7 @@ def test_the_error_names_the_line_without_a_checkpointer_too(placement):
     assert loader.state()["step"] == int(error.value.state.step)  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_hang_seconds_does_not_end_the_search(monkeypatch):
     ended, looks, readings = threading.Event(), threading.Semaphore(0), itertools.count()
     passed = [0.0]
@@ -381,7 +383,7 @@ def squares(model, batch, key):
     return loss_fn(model, batch, key)
 
 
-@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("placement", graded(["host", "device"], ["device"], ["host"]))
 def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
     tmp_path, caplog, placement
 ):

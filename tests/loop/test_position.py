@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fit_helpers import new_state, train_step
+from grades import graded
 from helpers import assert_close, make_loader, make_mesh, stack
 
 import eqxshard
@@ -59,6 +60,7 @@ LOADERS: dict[str, Any] = {
     "filtered": filtered,
     "iterable": iterable,
 }
+KINDS = graded(LOADERS, ["host", "device", "filtered"], LOADERS)
 
 
 def indices(batches) -> Index:
@@ -72,7 +74,7 @@ def resumed(checkpointer, step, loader):
     return loader
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_own_loop_goes_on_with_the_batch_that_was_next(train_step, tmp_path, kind):
     """It reads three batches for each step, over the padded ends of epochs."""
     whole = indices(islice(make_loader(), 12))
@@ -118,7 +120,7 @@ def test_a_loader_that_nothing_read_stays_where_it_is(train_step, tmp_path):
     assert resumed(checkpointer, 1, make_loader()).state()["step"] == 2
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_leaves_the_position_alone(kind):
     loader, whole = LOADERS[kind](), indices(islice(make_loader(), 6))
     if not loader.has_rows:
@@ -155,7 +157,7 @@ class Reads(Callback):
         next(iter(loop.loader))
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fit_saves_the_position_of_its_steps(train_step, tmp_path, kind):
     loader, checkpointer = LOADERS[kind](), eqxshard.Checkpointer(tmp_path, save_every=2)
     options: dict = {"checkpointer": checkpointer, "callbacks": [Reads()]}

@@ -51,7 +51,9 @@ def test_equals_attention_by_hand(seq, causal, packed, kv_heads):
     assert_close(results, by_hand(arrays, **options))
 
 
-@pytest.mark.parametrize("seq, packed", [(20, True), (530, False)])
+@pytest.mark.parametrize(
+    "seq, packed", graded([(20, True), (530, False)], [(20, True)], [(530, False)])
+)
 @pytest.mark.parametrize("window", [1, 7, 19])
 def test_a_window(seq, packed, window):
     *arrays, segments = random(seq, 2)
@@ -104,7 +106,7 @@ def test_on_meshes(sizes):
     assert kinds == ({"collective-permute"} if "context" in sizes else set())
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", graded([None, 5], [5], [None]))
 @pytest.mark.parametrize("seq, offset", [(1, 13), (3, 0), (530, 40)])
 def test_with_an_offset_among_the_keys(seq, offset, window):
     *arrays, _ = random(seq, 2, keys=600)

@@ -87,7 +87,13 @@ def assert_sent_around(program, n, elements, causal=True):
 
 # Blocks of three chunks, two and one; some chunks are not full.
 @pytest.mark.versions
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "causal",
+    [
+        pytest.param(False, id="full", marks=pytest.mark.slow),
+        pytest.param(True, id="causal"),
+    ],
+)
 @pytest.mark.parametrize(
     "size, length",
     graded(
@@ -239,6 +245,7 @@ def test_bfloat16_is_summed_in_float32():
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_of_a_block_not_with_its_square():
     mesh, heads = make_mesh(context=4), 2
 

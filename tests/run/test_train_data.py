@@ -92,11 +92,10 @@ WAYS = {
 @pytest.mark.parametrize(
     "way",
     [
-        "examples",
         "filtered",
         *(
             pytest.param(way, marks=pytest.mark.slow)
-            for way in ("arrays", "endless", "list")
+            for way in ("arrays", "endless", "examples", "list")
         ),
     ],
 )
@@ -203,6 +202,7 @@ def test_a_remainder_of_examples_is_padded_or_dropped(tmp_path):
         assert len(seen) == (3 if remainder == "pad" else 2)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_same_of_all_kinds_of_data(tmp_path):
     arrays = make_data(TESTS, 1).arrays
     dataset = grain.MapDataset.source(Lines(TESTS, 1))
@@ -220,6 +220,7 @@ def test_an_evaluation_is_the_same_of_all_kinds_of_data(tmp_path):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_another_seed_orders_arrays_otherwise_and_a_dataset_of_grain_not(tmp_path, capsys):
     options: dict[str, Any] = {"epochs": None, "eval_data": None}
     other = dataclasses.replace(RESUME, seed=1)

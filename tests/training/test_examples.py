@@ -86,14 +86,15 @@ NOTHING = np.zeros(32, np.float32)
 @pytest.mark.parametrize(
     "mesh, rule, name, options",
     [
-        ("data=8", "replicate", "__weight__", {}),
+        pytest.param("data=8", "replicate", "__weight__", {}, marks=pytest.mark.slow),
         ("data=2,fsdp=4", "fsdp", "__loss_weight__", {"nonfinite": "ignore"}),
         ("data=8", "replicate", "__weight__", {"accumulate": 2, "grad_norms": True}),
-        (
+        pytest.param(
             "data=8",
             "replicate",
             "__weight__",
             {"precision": eqxshard.Precision(jnp.float16, scale_every=2)},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -134,7 +135,7 @@ def mistakes(model, batch):
     return jnp.argmax(without_dropout(model, batch, KEY)[:, None] - 1, axis=-1) != 0
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dtype, of_mistakes",
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from equinox import nn
+from grades import graded
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from loop_helpers import make_loader
@@ -175,8 +177,15 @@ REFUSED_BY_JAX = {
 }
 
 
-@pytest.mark.parametrize("rewriting", ["on", "off"])
-@pytest.mark.parametrize("name", CASES)
+# Without rewriting, it is mostly JAX that is tested.
+WITHOUT = [(name, "off") for name in ("checks", "dropout", "Muon")]
+EACH = graded(
+    itertools.product(CASES, ["on", "off"]),
+    slow=[*((name, "on") for name in CASES), *WITHOUT],
+)
+
+
+@pytest.mark.parametrize("name, rewriting", EACH)
 def test_trains_as_on_auto_axes(name, rewriting, monkeypatch):
     if rewriting == "off" and name in REFUSED_BY_JAX:
         pytest.skip(REFUSED_BY_JAX[name])

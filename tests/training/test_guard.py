@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import (
     arrays,
     lenient,
@@ -37,8 +38,12 @@ BAD = {
 }
 
 
+WHOLE, SPLIT = ("data=8", "replicate"), ("fsdp=8", "fsdp")
+SPLITS = graded([WHOLE, SPLIT], [SPLIT], [WHOLE])
+
+
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("fsdp=8", "fsdp")])
+@pytest.mark.parametrize("mesh, rule", SPLITS)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(mesh, rule, bad):
     state, train_step = setup(mesh, rule, loss_fn=rooted)
     state, _ = train_step(state, make_batch())
@@ -80,7 +85,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
-@pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("fsdp=8", "fsdp")])
+@pytest.mark.parametrize("mesh, rule", SPLITS)
 def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
     batch = make_batch()
     if name == "a division":

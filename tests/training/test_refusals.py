@@ -1,5 +1,6 @@
 """Mistakes that train and eval steps refuse: one table, with the words that matter."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, make_batch, make_loader, make_mesh, squared_errors
+from helpers import (
+    RULES,
+    Model,
+    copied,
+    make_batch,
+    make_loader,
+    make_mesh,
+    squared_errors,
+)
 from step_helpers import KEY, OPTIM, mean_of_x
 
 import eqxshard
@@ -34,9 +43,12 @@ def start(make_model: Any = Model, **options):
     return eqxshard.init_state(make_model, OPTIM, key=KEY, **placed, **options)
 
 
+first_state = functools.cache(start)
+
+
 def step(batch=None, *, loss_fn=squared_errors, optim: Any = OPTIM, state=None, **options):
     train_step = eqxshard.make_train_step(loss_fn, optim, **options)
-    train_step(state or start(), batch or make_batch())
+    train_step(state or copied(first_state()), batch or make_batch())
 
 
 def loader(mesh):
@@ -72,7 +84,7 @@ def stateful(change, batch=None):
 
 
 def evaluate(metric_fn, model=None):
-    eqxshard.make_eval_step(metric_fn)(model or start().model, make_batch())
+    eqxshard.make_eval_step(metric_fn)(model or first_state().model, make_batch())
 
 
 def other_state():

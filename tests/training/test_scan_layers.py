@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import lenient, needs_new_jax
 from jax.sharding import PartitionSpec as P
 
@@ -50,10 +51,11 @@ def one_by_one(layers, x, *args, key=None):
     return x
 
 
+REMATS = ["none", "dots", "full", "offload", jax.checkpoint_policies.dots_saveable]
+
+
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "remat", ["none", "dots", "full", "offload", jax.checkpoint_policies.dots_saveable]
-)
+@pytest.mark.parametrize("remat", graded(REMATS, ["none", "full"], REMATS))
 def test_it_is_a_loop_over_the_layers(remat):
     x, key = jax.random.normal(KEY, (WIDTH,)), jax.random.key(1)
     layers = stacked()
@@ -143,7 +145,9 @@ def gathers(train_step, state):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("loss_fn", [losses, by_filter_vmap])
+@pytest.mark.parametrize(
+    "loss_fn", graded([losses, by_filter_vmap], [losses], [by_filter_vmap])
+)
 def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
     state, train_step = make(eqxshard.scan_layers, loss_fn)
     found = gathers(train_step, state)
@@ -185,8 +189,12 @@ def both(fn):
     return eqx.filter_checkpoint(eqx.filter_jit(fn))
 
 
-@pytest.mark.parametrize("precision", [None, eqxshard.Precision(jnp.bfloat16)])
-@pytest.mark.parametrize("wrap", [eqx.filter_jit, eqx.filter_checkpoint, both])
+HALF = eqxshard.Precision(jnp.bfloat16)
+WRAPS = [eqx.filter_jit, eqx.filter_checkpoint, both]
+
+
+@pytest.mark.parametrize("precision", graded([None, HALF], [None], [HALF]))
+@pytest.mark.parametrize("wrap", graded(WRAPS, [both], WRAPS))
 def test_layers_that_another_transform_passed_on_are_gathered_one_at_a_time(
     wrap, precision
 ):
@@ -237,7 +245,12 @@ def test_a_loop_of_the_users_own_gathers_one_layer_at_a_time():
     assert found and not any(shape.startswith(f"f32[{DEPTH}") for shape in found)
 
 
-@pytest.mark.parametrize("call", [own_scan, under_cond, own_derivative])
+@pytest.mark.parametrize(
+    "call",
+    graded(
+        [own_scan, under_cond, own_derivative], [own_derivative], [own_scan, under_cond]
+    ),
+)
 def test_loops_of_the_users_own_learn_as_on_one_device(call):
     one, state_one = run(*make(call, sizes={"data": 1}), steps=2)
     found, state = run(*make(call, lint="off"), steps=2)
@@ -261,7 +274,9 @@ def per_device(call, arrays, static, x):
     return fn(arrays, x)
 
 
-@pytest.mark.parametrize("transform", [forward, per_device])
+@pytest.mark.parametrize(
+    "transform", graded([forward, per_device], [per_device], [forward])
+)
 def test_layers_go_through_transforms_that_gather_nothing(transform):
     """The values are those of one device, under transforms of JAX and per-device code."""
 

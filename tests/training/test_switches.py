@@ -81,9 +81,10 @@ class Deep(eqx.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        # JAX looks at every object of the process for a leak, which takes ten seconds.
+        pytest.param({}, marks=pytest.mark.slow),
         {"accumulate": 2},
-        {"precision": eqxshard.Precision("bfloat16")},
+        pytest.param({"precision": eqxshard.Precision("bfloat16")}, marks=pytest.mark.slow),
     ],
 )
 def test_no_tracer_leaks(options):

@@ -166,6 +166,7 @@ def test_a_trace_that_failed_does_not_count_as_a_compile(lint):
     assert int(state.step) == 1
 
 
+@pytest.mark.slow
 def test_the_programs_that_were_used_last_are_kept(monkeypatch):
     monkeypatch.setattr("eqxshard.training._step.MAX_PROGRAMS", 2)
     traces = []
@@ -242,6 +243,7 @@ def test_three_thousand_steps_do_not_deadlock():
     assert out.stdout.strip() == "3000", out.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_threads_may_share_a_step():
     batches = [make_batch(seed=seed) for seed in range(3)]
 

@@ -1,5 +1,6 @@
 """Programs that XLA splits over a mesh wrongly: with guards, as on one device."""
 
+import itertools
 import re
 from typing import Any
 
@@ -283,9 +284,37 @@ def by_plain_jax(fn, shape):
     return np.asarray(grad), float(value)
 
 
-@pytest.mark.versions
-@pytest.mark.parametrize("mesh", graded(MESHES, ["data x context x tensor"], [*MESHES]))
-@pytest.mark.parametrize("fn", CONVOLUTIONS, ids=lambda fn: fn.__name__)
+def on_meshes(fns, meshes, mesh, some):
+    """All functions on one mesh, for other versions of JAX, too; `some` also on another."""
+
+    def marks(fn, where):
+        if where == mesh:
+            yield pytest.mark.versions
+        elif fn not in some or where != "fsdp x expert":
+            yield pytest.mark.thorough
+        if fn not in some or where != mesh:
+            yield pytest.mark.slow
+
+    cases = itertools.product(fns, meshes)
+    return [pytest.param(*case, marks=[*marks(*case)]) for case in cases]
+
+
+EACH_CONVOLUTION = on_meshes(
+    CONVOLUTIONS,
+    MESHES,
+    "data x context x tensor",
+    [
+        grouped,
+        causal,
+        split_rows_of_pixels,
+        ensemble,
+        gradients_of_each_example,
+        grouped_per_device,
+    ],
+)
+
+
+@pytest.mark.parametrize("fn, mesh", EACH_CONVOLUTION)
 def test_a_convolution_learns_the_same_on_every_mesh(fn, mesh):
     shape = CONVOLUTIONS[fn]
     got, want = gradient_and_value(fn, shape, MESHES[mesh]), by_plain_jax(fn, shape)
@@ -293,11 +322,21 @@ def test_a_convolution_learns_the_same_on_every_mesh(fn, mesh):
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
 
 
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    "mesh", graded([*MESHES, *DATA], ["data x tensor"], [*MESHES, *DATA])
+EACH_SCATTER = on_meshes(
+    SCATTERS,
+    MESHES | DATA,
+    "data x tensor",
+    [
+        lookup_per_device,
+        lookup_in_a_split_sequence,
+        sums_of_segments,
+        flags_at_indices,
+        sorted_rows,
+    ],
 )
-@pytest.mark.parametrize("fn", SCATTERS, ids=lambda fn: fn.__name__)
+
+
+@pytest.mark.parametrize("fn, mesh", EACH_SCATTER)
 def test_a_scatter_adds_no_padding(fn, mesh):
     got, want = (
         gradient_and_value(fn, (12, 4), (MESHES | DATA)[mesh]),
@@ -331,7 +370,10 @@ CASES += [(beside_code_per_device, "on Explicit axes")]
 CASES += [(sums_of_segments, name) for name in ("fsdp", "bfloat16")]
 
 
-@pytest.mark.parametrize(("fn", "name"), CASES)
+QUICK = [(grouped, "fsdp"), CASES[4], (sums_of_segments, "bfloat16")]
+
+
+@pytest.mark.parametrize("fn, name", graded(CASES, QUICK, CASES))
 def test_options_of_a_step_leave_guards_in_place(fn, name):
     options = {**OPTIONS[name]}
     explicit = {"explicit": True} if options.pop("explicit", False) else {}
@@ -344,7 +386,9 @@ def test_options_of_a_step_leave_guards_in_place(fn, name):
 
 
 @pytest.mark.parametrize("mesh", ["data", "data x tensor"])
-@pytest.mark.parametrize("fn", [grouped, depthwise, causal], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", graded([grouped, depthwise, causal], [grouped], [depthwise, causal])
+)
 def test_convolutions_with_groups_gather_no_examples(fn, mesh):
     def make(key):
         return OneArray(jnp.ones(CONVOLUTIONS[fn]))
