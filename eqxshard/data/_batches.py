@@ -26,7 +26,7 @@ from ..sharding._batch_weights import WEIGHT, check_weights
 from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked, format_array
 from ..sharding._text import first_few
 from ._order import Order, Steps
-from ._sources import ArraySource, Source, as_source, copied, empty
+from ._sources import ArraySource, Source, as_source, copied, empty, is_map_dataset
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
@@ -409,18 +409,6 @@ def whole_shapes(
         )
         for name, array in arrays.items()
     }
-
-
-def is_map_dataset(source: Any) -> bool:
-    """True for a `grain.MapDataset`. It does not import Grain to find out."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(source, grain.MapDataset)
-
-
-def is_iter_dataset(source: Any) -> bool:
-    """True for a `grain.IterDataset`."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(source, grain.IterDataset)
 
 
 def finite_length(source: Any) -> int | None:

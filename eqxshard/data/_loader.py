@@ -40,8 +40,6 @@ from ._batches import (
     Transform,
     check_remainder,
     digest_of_first,
-    is_iter_dataset,
-    is_map_dataset,
     make_examples,
     parts_of,
     whole_shapes,
@@ -50,7 +48,7 @@ from ._entries import FirstEntries
 from ._options import check_numbers, check_order, check_placement, check_reading
 from ._order import Sampler, Steps
 from ._resident import ResidentDataset
-from ._sources import Source, check_batches
+from ._sources import Source, check_batches, is_iter_dataset, is_map_dataset
 from ._stream import BatchStream, Mark, raise_in_all
 
 Remainder = Literal["pad", "drop", "error"]
