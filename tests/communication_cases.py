@@ -124,7 +124,7 @@ def step_collectives(model, mesh, devices, rule: Rule = FSDP):
     placed: dict = dict(mesh=eqxshard.make_mesh(**MESHES[mesh], devices=devices), rule=rule)
     state = eqxshard.abstract_state(make_model, optim, key=jax.random.key(0), **placed)
     train_step = eqxshard.make_train_step(loss_fn, optim, **placed)
-    return collectives(train_step, state, {"x": x}).ops
+    return collectives(train_step, state, {"x": x})
 
 
 def sent_activations(ops) -> list[Collective]:

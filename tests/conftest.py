@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -69,6 +70,16 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     _COMPILED.cleanup()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which marks the tests that were asked for have, if none ran because of them."""
+    if terminalreporter.stats.keys() == {"deselected"}:
+        left_out = terminalreporter.stats["deselected"]
+        marks = {mark.name for test in left_out for mark in test.iter_markers()}
+        if found := marks.intersection(re.findall(r"not (\w+)", config.option.markexpr)):
+            options = " or ".join(f"-m {mark}" for mark in sorted(found))
+            terminalreporter.write_line(f"none of these tests ran: add {options}")
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from eqxshard.planning._backends import wheels_folder
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
@@ -24,6 +26,13 @@ def test_a_notebook_shows_what_is_stored_in_it(name, tmp_path):
             remedy = "run python tests/notebook_helpers.py"
             assert new.outputs == old.outputs, f"{remedy}: {old.source}"
         assert bool(new.outputs) == bool(old.outputs), old.source
+
+
+def test_what_is_stored_has_no_path_of_this_machine():
+    helpers = pytest.importorskip("notebook_helpers")
+    html = f"<pre>pip install --target {wheels_folder()}</pre>"
+    tidied = helpers.tidy({"data": {"text/html": html}})["data"]["text/html"]
+    assert tidied == "<pre>pip install --target /home/you/.cache/eqxshard/plan</pre>"
 
 
 @pytest.mark.parametrize("name", NAMES)

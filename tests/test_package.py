@@ -252,3 +252,12 @@ def test_unversioned_jax_is_touched_in_one_file():
         "varies_along",
         "with_context",
     ]
+
+
+@pytest.mark.slow
+def test_a_file_whose_tests_are_all_left_out_says_how_to_run_them():
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only"]
+    done = subprocess.run(
+        [*command, "tests/gpu/test_plan_step.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "none of these tests ran: add -m gpu\n" in done.stdout

@@ -23,10 +23,10 @@ from jaxtyping import Bool, Int
 
 from .._errors import UsageError, UsageTypeError
 from ..sharding._batch_weights import WEIGHT, check_weights
-from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked
+from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked, format_array
 from ..sharding._text import first_few
 from ._order import Order, Steps
-from ._sources import ArraySource, Source, as_source, copied, empty
+from ._sources import ArraySource, Source, as_source, copied, empty, is_map_dataset
 
 #: The rows of a batch that this process holds, by name.
 Arrays = dict[str, np.ndarray]
@@ -229,6 +229,11 @@ class ExampleBatches:
         arrays = self._finish(self.read(np.zeros(1, int)), np.zeros(1, bool))
         return whole_shapes(arrays, self.steps.size, sharding)
 
+    def entries(self) -> dict[str, str]:
+        """The dtype and shape of each entry that the source has; reads one example."""
+        example = self.read(np.zeros(1, int))
+        return {name: format_array(array[0]) for name, array in sorted(example.items())}
+
     def everything(self, count: int) -> Arrays:
         """All the examples of the source, in its order."""
         return self._finish(self.read(np.arange(count)), np.ones(count, bool))
@@ -404,18 +409,6 @@ def whole_shapes(
         )
         for name, array in arrays.items()
     }
-
-
-def is_map_dataset(source: Any) -> bool:
-    """True for a `grain.MapDataset`. It does not import Grain to find out."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(source, grain.MapDataset)
-
-
-def is_iter_dataset(source: Any) -> bool:
-    """True for a `grain.IterDataset`."""
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(source, grain.IterDataset)
 
 
 def finite_length(source: Any) -> int | None:

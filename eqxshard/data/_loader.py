@@ -40,8 +40,6 @@ from ._batches import (
     Transform,
     check_remainder,
     digest_of_first,
-    is_iter_dataset,
-    is_map_dataset,
     make_examples,
     parts_of,
     whole_shapes,
@@ -50,7 +48,7 @@ from ._entries import FirstEntries
 from ._options import check_numbers, check_order, check_placement, check_reading
 from ._order import Sampler, Steps
 from ._resident import ResidentDataset
-from ._sources import Source, check_batches
+from ._sources import Source, check_batches, is_iter_dataset, is_map_dataset
 from ._stream import BatchStream, Mark, raise_in_all
 
 Remainder = Literal["pad", "drop", "error"]
@@ -141,11 +139,12 @@ class Loader:
     an integer; `ValueError` if the source is empty, an option is not for its kind, the
     sampler does not suit it, `batch_size` does not divide over the mesh or does not suit
     the source (see `remainder`), another number is out of range, or `placement="device"`
-    is not possible. While iterating (or at once, with `placement="device"`), `ValueError`
-    if the source or the transform returns the wrong number of rows, other entries, shapes
-    or dtypes than for the first batch, or integers that need 64 bits where JAX has 32, or
-    a process has fewer batches than another; `TypeError` if it returns what devices cannot
-    hold; and whatever they raise themselves (for a `StopIteration`, a `RuntimeError`).
+    is not possible. While iterating (or at once, if reading the first example shows it, or
+    with `placement="device"`), `ValueError` if the source or the transform returns the
+    wrong number of rows, other entries, shapes or dtypes than for the first batch, or
+    integers that need 64 bits where JAX has 32, or a process has fewer batches than
+    another; `TypeError` if it returns what devices cannot hold; and whatever they raise
+    themselves (for a `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
@@ -221,6 +220,9 @@ class Loader:
                 self._check_is_whole(source)
                 # Grain does not tell the seeds of a dataset.
                 self._fingerprint["first"] = self._digest_of_first(source)
+            else:
+                # Before threads read: a source may use its memory again in the next call.
+                self._fingerprint["entries"] = examples.entries()
             self._hold(size)
             self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
@@ -552,7 +554,8 @@ class Loader:
         **Returns:**
 
         That step; the number of examples before its batch, over all epochs, or the state of
-        each process's iterator; and a fingerprint of what decides the examples.
+        each process's iterator; and a fingerprint of what decides the examples: among
+        others, the names, dtypes and shapes of the entries of arrays.
 
         **Raises:**
 

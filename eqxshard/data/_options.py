@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._errors import UsageError, UsageTypeError
-from ._batches import is_iter_dataset, is_map_dataset
 from ._order import Sampler
-from ._sources import Source
+from ._sources import Source, is_iter_dataset, is_map_dataset
 
 
 def check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:

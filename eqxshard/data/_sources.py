@@ -1,6 +1,7 @@
 """Sources: datasets of arrays, which return many examples in one call."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +21,10 @@ _SMALL_BYTES = 2**16
 @runtime_checkable
 class Source(Protocol):
     """A dataset that returns many examples in one call.
+
+    It may also have the `name`, the `unit` and the `warning` of an
+    [`eqxshard.data.ArraySource`][], which the logs and summaries of [`eqxshard.train`][]
+    show. A source that reads another hands them on.
 
     One call per example would cost more than the example: reading 256 small images takes
     about 20 microseconds in one call, and several milliseconds in 256 calls.
@@ -151,12 +156,29 @@ def copied(array: np.ndarray) -> np.ndarray:
     return memory
 
 
+def is_map_dataset(source: Any) -> bool:
+    """True for a `grain.MapDataset`. It does not import Grain to find out."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(source, grain.MapDataset)
+
+
+def is_iter_dataset(source: Any) -> bool:
+    """True for a `grain.IterDataset`."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(source, grain.IterDataset)
+
+
 def as_source(source: Any) -> Source:
     """A source, made of a dict of arrays if necessary; refuse others, with a remedy."""
     if isinstance(source, Mapping):
         return ArraySource(source)
     if isinstance(source, Source) and not isinstance(source, type):
         return source
+    if is_map_dataset(source):
+        raise UsageTypeError(
+            f"a {type(source).__name__} gives examples one by one; read them into a dict "
+            "of arrays."
+        )
     what = f"a {type(source).__name__}"
     parts = source if isinstance(source, list | tuple) else [source]
     if isinstance(source, type):

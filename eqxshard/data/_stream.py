@@ -29,13 +29,11 @@ from ._batches import (
     describe_part,
     finished,
     finite_length,
-    is_iter_dataset,
-    is_map_dataset,
     kind_of,
     parts_of,
     stopped,
 )
-from ._sources import copied
+from ._sources import copied, is_iter_dataset, is_map_dataset
 
 #: A stream knows its iterator's state at this many of the last steps.
 _MARKS = 16

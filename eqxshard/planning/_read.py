@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from .._errors import UsageError
-from ..compiled._causes import Causes
+from ..compiled._causes import Causes, user_frame
 from ..compiled._communication import (
     Collective,
     Operation,
@@ -21,6 +21,7 @@ from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 from ..compiled._lowered import Input
 from ..inspect._explanation import Leaf
 from ..sharding._mesh import used_axes
+from ..sharding._text import comma_list
 from ._backends import install
 from ._costs import Costs, count_flops
 from ._links import link_seconds
@@ -197,8 +198,14 @@ def make_notes(
             "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
             "about 2 GB"
         )
-    if any(module.trips(each) is None for each in instructions):
-        yield "a loop of unknown length counts as one iteration"
+    loops = [each for each in instructions if module.trips(each) is None]
+    if loops:
+        frames = [user_frame(module.stack(each)) for each in loops]
+        places = comma_list(dict.fromkeys(frame.place for frame in frames if frame))
+        yield (
+            f"a loop of unknown length{places and f' ({places})'} counts as one iteration, "
+            "so its arithmetic and time may be more than planned"
+        )
     calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
     if any(word in attributes for attributes in calls for word in _KERNELS):
         yield "the arithmetic of custom kernels is not counted"

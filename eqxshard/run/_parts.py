@@ -15,13 +15,12 @@ from ..data._batches import (
     Reading,
     Transform,
     check_remainder,
-    is_map_dataset,
     make_examples,
     whole_shapes,
 )
 from ..data._loader import Loader, Remainder
 from ..data._order import Sampler, Steps
-from ..data._sources import Source
+from ..data._sources import Source, is_map_dataset
 from ..data._stream import BatchStream
 from ..distributed import assert_same_on_all_processes
 from ..sharding._rule import Rule

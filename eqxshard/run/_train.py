@@ -250,7 +250,7 @@ def train(
         if reached is not None and reached.is_integer():
             reached = int(reached)
         facts = {
-            "title": f"{title} | {data.name} data" if data.warning else title,
+            "title": title,
             "steps": start.last,
             "unit": data.unit,
             "best": best,
@@ -376,7 +376,7 @@ def _announce(record: RunRecord, warning: str, facts: dict[str, Any], start: Sta
     if start.ended is not None:
         return  # `fit` says so.
     if warning:
-        record.warn([f"SYNTHETIC DATA: {warning}"])
+        record.warn([warning])
     if start.step >= start.last:
         say(f"training already finished at step {start.step}; nothing is left to do.")
     elif start.step:

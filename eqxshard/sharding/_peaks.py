@@ -16,19 +16,20 @@ _A100 = {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12, "int8": 624e1
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def _hopper(bfloat16: float) -> dict[str, float]:
+def _with_float8(bfloat16: float) -> dict[str, float]:
+    """The peaks of GPUs since Hopper, which are twice as fast with 8 bits as with 16."""
     halves = {"float32": bfloat16 / 2, "float16": bfloat16, "bfloat16": bfloat16}
     return halves | dict.fromkeys(_FLOAT8, 2 * bfloat16)
 
 
 _PEAKS = {
     r"A100\b": _A100,
-    r"H100 PCIe": _hopper(756.5e12),
-    r"H[12]00 NVL": _hopper(835.5e12),
-    r"\bH[12]00\b": _hopper(989.5e12),
-    r"\bB200\b": _hopper(2.25e15),
-    r"\bB300\b": _hopper(2.25e15) | {"int8": 0.15e15},
-    r"\bGB200\b": _hopper(2.5e15),
+    r"H100 PCIe": _with_float8(756.5e12),
+    r"H[12]00 NVL": _with_float8(835.5e12),
+    r"\bH[12]00\b": _with_float8(989.5e12),
+    r"\bB200\b": _with_float8(2.25e15),
+    r"\bB300\b": _with_float8(2.25e15) | {"int8": 0.15e15},
+    r"\bGB200\b": _with_float8(2.5e15),
     r"TPU v4$": {"bfloat16": 275e12, "int8": 275e12},
     r"TPU v5( lite|e)$": {"bfloat16": 197e12, "int8": 394e12},
     r"TPU v5p?$": {"bfloat16": 459e12, "int8": 918e12},

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,15 +16,12 @@ from ..inspect._tables import render
 from ..sharding._text import comma_list
 
 
-@dataclass(frozen=True)
-class Collectives:
+class Collectives(tuple[Collective, ...]):
     """The collective operations of a compiled function: `print` it.
 
-    - `ops`: one [`eqxshard.testing.Collective`][] for each operation in the compiled
-        text; an operation in the body of a loop is listed once.
+    It is a tuple, as `plan.collectives` is: one [`eqxshard.testing.Collective`][] for each
+    operation in the compiled text. An operation in the body of a loop is listed once.
     """
-
-    ops: tuple[Collective, ...]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -48,16 +44,14 @@ class Collectives:
 
     def _by_kind(self) -> dict[str, list[Collective]]:
         found: dict[str, list[Collective]] = {}
-        for op in sorted(self.ops, key=lambda op: COLLECTIVES.index(op.kind)):
+        for op in sorted(self, key=lambda op: COLLECTIVES.index(op.kind)):
             found.setdefault(op.kind, []).append(op)
         return found
 
     def __str__(self) -> str:
-        if not self.ops:
+        if not self:
             return "no collectives"
-        rows = Counter(
-            sorted(self.ops, key=lambda op: (COLLECTIVES.index(op.kind), -op.bytes))
-        )
+        rows = Counter(sorted(self, key=lambda op: (COLLECTIVES.index(op.kind), -op.bytes)))
         table = Table("kind", "axes")
         for column in ("count", "times per call", "bytes"):
             table.add_column(column, justify="right")
@@ -103,7 +97,7 @@ def collectives(step: Any, /, *args: Any) -> Collectives:
     mesh = _mesh_of(step)
     sizes = {} if mesh is None else dict(mesh.shape)
     found = find_collectives(parse_module(step.as_text() or ""), math.prod(sizes.values()))
-    return Collectives(tuple(operation.describe(sizes) for operation in found))
+    return Collectives(operation.describe(sizes) for operation in found)
 
 
 def _mesh_of(compiled: Any) -> Mesh | None:

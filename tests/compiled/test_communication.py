@@ -108,8 +108,8 @@ def test_what_jax_compiles_for_an_axis_is_found_to_be_along_it(axes):
     mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
     split = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P(axes)))
     whole = jax.jit(jnp.sin, out_shardings=NamedSharding(mesh, P()))
-    (op,) = collectives(whole, split).ops
+    (op,) = collectives(whole, split)
     assert (op.kind, op.axes) == ("all-gather", axes)
     total = jax.jit(lambda x: jnp.sum(x, 0), out_shardings=NamedSharding(mesh, P()))
-    (op,) = collectives(total, split).ops
+    (op,) = collectives(total, split)
     assert (op.kind, op.axes) == ("all-reduce", axes)

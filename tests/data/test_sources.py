@@ -1,10 +1,12 @@
 import tracemalloc
 
+import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqxshard
+from eqxshard.data._sources import as_source
 
 
 def test_gather_returns_rows_in_the_order_of_the_indices():
@@ -67,3 +69,8 @@ def test_lists_and_jax_arrays_are_converted():
     batch = source.gather(np.array([1]))
     assert batch["x"].tolist() == [[3, 4]]
     assert batch["y"].tolist() == [6]
+
+
+def test_a_dataset_of_grains_is_no_source_and_needs_no_other_dataset_of_grains():
+    with pytest.raises(TypeError, match=r"RangeMapDataset gives .* a dict of arrays"):
+        as_source(grain.MapDataset.range(3))

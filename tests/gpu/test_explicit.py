@@ -41,7 +41,7 @@ def collectives(devices, sizes, rule, typed):
     }
     compiled = step.lower(state, batch).compile()
     found = Counter()
-    for each in testing.collectives(compiled).ops:
+    for each in testing.collectives(compiled):
         found[each.kind, each.axes] += each.bytes
     return found
 

@@ -78,7 +78,7 @@ def test_llama_8b_on_eight_gpus(gpus):
     used = memory_of(lowered)
     print(f"8b, {mesh}: {used / 1e9:.1f} GB")
     assert used < MEMORY
-    ops = collectives(lowered.compile()).ops
+    ops = collectives(lowered.compile())
     for op in ops:
         for dtype, dims in map(dtype_and_dims, op.shapes):
             # No array has all examples, except for their tokens.

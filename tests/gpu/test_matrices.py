@@ -43,7 +43,7 @@ def compile_step(optimizer, devices, sizes):
 def test_muon_sends_each_matrix_to_its_owner_and_back(gpus, name):
     sizes = MESHES[name]
     compiled = {x: compile_step(x, gpus, sizes) for x in ("muon", "adamw")}
-    ops = {x: collectives(each).ops for x, each in compiled.items()}
+    ops = {x: collectives(each) for x, each in compiled.items()}
     # In the loops, which are those over layers.
     muon, adamw = (Counter(op.axes for op in ops[x] if op.in_loop) for x in ops)
     assert muon == adamw

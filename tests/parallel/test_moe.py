@@ -207,7 +207,7 @@ def assert_all_to_all(compiled, count, rows=None):
     found = testing.collectives(compiled)
     counts = {kind: n for kind, n in found.counts.items() if kind != "all-reduce"}
     assert counts == {"all-to-all": count}
-    sent = {sent for op in found.ops if op.kind == "all-to-all" for sent in op.shapes}
+    sent = {sent for op in found if op.kind == "all-to-all" for sent in op.shapes}
     dims = {tuple(int(n) for n in re.findall(r"[2-9]", shape[3:])) for shape in sent}
     assert dims == {rows} or rows is None, sent
 
@@ -245,7 +245,7 @@ def test_no_tokens_of_a_batch_are_gathered_and_gradients_are_summed_once(name):
     # Experts' gradients are summed outside of the rounds' loop.
     experts = sum(leaf.size for leaf in jax.tree.leaves(make_arrays())) * 4
     experts //= 2 if "expert" in name else 1
-    summed = [op for op in found.ops if op.kind == "all-reduce" and op.bytes >= experts / 4]
+    summed = [op for op in found if op.kind == "all-reduce" and op.bytes >= experts / 4]
     assert summed and all(op.times == 1 for op in summed)
     assert sum(op.bytes for op in summed) < 1.1 * experts
 

@@ -83,13 +83,13 @@ def test_collectives(microbatches, sizes):
     stages, data = sizes["stage"], sizes["data"]
     found = testing.collectives(compiled)
     # The activations of a microbatch, once for each tick forward and each tick backward.
-    sent = [op for op in found.ops if op.kind == "collective-permute"]
+    sent = [op for op in found if op.kind == "collective-permute"]
     for op in sent:
         assert op.shapes == (f"f32[{ROWS // data // microbatches},{WIDTH}]",)
     assert [op.times for op in sent] == [microbatches + stages - 1] * 2
     # Weights stay where they are. Activations and gradients are summed once, at the end.
     assert found.counts.keys() == {"collective-permute", "all-reduce"}
-    assert all(op.times == 1 for op in found.ops if op.kind == "all-reduce")
+    assert all(op.times == 1 for op in found if op.kind == "all-reduce")
 
 
 class Draw(eqx.Module):

@@ -62,7 +62,7 @@ def largest(program):
 def sent(program):
     """The bytes that each device sends, by the kind of collective."""
     found = Counter()
-    for op in testing.collectives(program).ops:
+    for op in testing.collectives(program):
         found[op.kind] += op.bytes * (op.times or 0)
     return dict(found)
 
@@ -182,7 +182,7 @@ def test_grouped_queries_and_segments(sizes, length, causal, packed):
     # Keys and values are sent once for each group of three, and segments with them; if it
     # is causal, halves of the queries too.
     n, kv_heads = mesh.shape["context"], 2 // mesh.shape["tensor"]
-    permutes = testing.collectives(program).ops
+    permutes = testing.collectives(program)
     assert {op.kind for op in permutes} == {"collective-permute"}
     rows, block = 2 // mesh.shape["data"], -(-length // n)
     sent = {shape for op in permutes for shape in op.shapes}

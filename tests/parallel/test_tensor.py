@@ -91,7 +91,7 @@ def format_shape(dtype, shape):
 def measured(step):
     """The collectives of a step: `all-reduce f32[4,16,32]` -> how often."""
     found = collections.Counter()
-    for op in eqxshard.testing.collectives(step.compiled).ops:
+    for op in eqxshard.testing.collectives(step.compiled):
         assert op.times is not None
         for shape in op.shapes:
             dtype, *sizes = re.findall(r"\w+", shape)

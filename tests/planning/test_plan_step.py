@@ -175,6 +175,22 @@ def test_what_is_most_likely_forgotten_is_noted():
     assert plan.repeated == ("data",)
 
 
+def test_a_loop_of_unknown_length_is_named():
+    def until(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
+
+    def counted(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x)
+
+    x = other_steps.floats(64, 64)
+    for fn, times in ((until, 1), (counted, 3)):
+        plan = eqxshard.plan_step(jax.jit(fn), x, target="h200", backend="cpu")
+        assert sum(plan.flops.values()) == times * 2 * 64**3
+        line = fn.__code__.co_firstlineno + 1
+        said = f"a loop of unknown length (test_plan_step.py:{line}) counts as one"
+        assert any(note.startswith(said) for note in plan.notes) == (fn is until)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", other_steps.SENT)
 def test_steps_that_are_not_ours(name):

@@ -1,6 +1,7 @@
 """`train` in the folder of a run that was stopped, or of another one."""
 
 import dataclasses
+import json
 from functools import partial
 
 import equinox as eqx
@@ -215,9 +216,12 @@ def test_a_finished_run_that_is_started_again_has_its_own_mesh(copy, finished):
     assert (again.title, again.speed) == (finished.title, finished.speed)
 
 
-def test_a_warning_of_each_start_is_listed_once(copy):
+def test_a_warning_of_the_data_is_listed_once(copy, finished):
     for epochs in (3, 4):
         data = make_data(EXAMPLES, 0)
-        data.warning = "there is no network."
-        train(copy, resume("auto"), epochs=epochs, train_data=data)
-    assert (copy / "warnings.jsonl").read_text().count("SYNTHETIC DATA") == 1
+        data.warning = "Half of the labels are guesses."
+        result = train(copy, resume("auto"), epochs=epochs, train_data=data)
+    lines = (copy / "warnings.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert texts.count(data.warning) == 1
+    assert result.title == finished.title

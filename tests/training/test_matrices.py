@@ -221,7 +221,7 @@ def test_a_step_that_is_not_finite_writes_nothing():
 
 
 def test_matrices_of_a_stack_go_to_their_owners_and_back():
-    ops = collectives(*make_step(OPTIMS["muon"], {"fsdp": 8})).ops
+    ops = collectives(*make_step(OPTIMS["muon"], {"fsdp": 8}))
     found = [op for op in ops if op.kind == "all-to-all"]
     # Two for `up` and two for `down`, which come back for the decay of weights.
     assert len(found) == 2 * 2

@@ -141,7 +141,7 @@ def run(state, train_step, steps=3):
 
 def gathers(train_step, state):
     found = collectives(train_step, state, BATCH)
-    return [shape for op in found.ops if op.kind == "all-gather" for shape in op.shapes]
+    return [shape for op in found if op.kind == "all-gather" for shape in op.shapes]
 
 
 @pytest.mark.versions

@@ -109,7 +109,7 @@ def gathered_activations(split):
     """The shapes that a step gathers, other than tables and tokens."""
     vocab = 1024
     found = collectives(*make(*SPLITS[split], vocab, False)[::-1], batch(vocab))
-    shapes = [shape for op in found.ops if op.kind == "all-gather" for shape in op.shapes]
+    shapes = [shape for op in found if op.kind == "all-gather" for shape in op.shapes]
     activation = re.compile(rf"f32\[(\d+,)*{SEQ},(\d+,)*\d+\]")
     return [shape for shape in shapes if activation.fullmatch(shape)]
 
