@@ -251,7 +251,7 @@ class Tokenizer:
             import tokenizers  # Only for this: bytes need no package.
         except ImportError:
             raise eqxshard.UsageError(
-                f"{path} needs the package tokenizers; install it with pip install "
+                f"{path} needs the package tokenizers; add it with pip install "
                 "tokenizers, or give --length 0 to train without samples."
             ) from None
         try:

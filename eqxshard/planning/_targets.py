@@ -229,6 +229,7 @@ _HOPPER = _Chip(
 )
 # TPUs: memory from Google's pages of TPU versions; links, in one direction, and network
 # from "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2.
+
 #: The known kinds of devices, by name.
 TARGETS = {
     target.name: target

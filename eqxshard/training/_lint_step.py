@@ -125,13 +125,19 @@ def _kept_model(call: "Call") -> PyTree:
 
 
 def _usual_dtype(model: PyTree) -> Any:
-    """The floating-point dtype of most of a model's parameters; `None` if it has none."""
+    """The widest floating-point dtype of a model's parameters; `None` if it has none.
+
+    Adapters in float32 beside a base in bfloat16 are meant to be wider. A few parameters in
+    float64 mostly are not: that is the default dtype with `jax_enable_x64`.
+    """
     counts = Counter[Any]()
     for _, leaf in array_leaves(model):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             counts[jnp.dtype(leaf.dtype)] += math.prod(leaf.shape)
-    # The wider of two that are equally many.
-    return max(counts, key=lambda x: (counts[x], x.itemsize), default=None)
+    double = jnp.dtype(jnp.float64)
+    if 2 * counts[double] < counts.total():
+        del counts[double]
+    return max(counts, key=lambda x: x.itemsize, default=None)
 
 
 def _unread_is_warned() -> contextlib.AbstractContextManager[None]:
