@@ -141,6 +141,7 @@ def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy)
         assert_same(tmp_path / str(processes), tmp_path / str(one), rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_each_process_gives_the_whole_of_a_numpy_batch(tmp_path):
     launch = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=2"]
     command = [

@@ -66,6 +66,7 @@ def where(axis, *spec):
     return {"key": jax.random.key(0), "mesh": make_mesh(f"{axis}=8"), "rule": rule}
 
 
+@pytest.mark.slow
 def test_a_state_is_made_in_its_place():
     with watched() as seen:
         state = eqxshard.init_state(make_model, optax.adam(1.0), **where("fsdp", "fsdp"))
@@ -73,6 +74,7 @@ def test_a_state_is_made_in_its_place():
     assert seen.largest == PART
 
 
+@pytest.mark.slow
 def test_a_state_is_restored_into_its_place(tmp_path):
     checkpointer = eqxshard.Checkpointer(tmp_path)
     checkpointer.save(eqxshard.init_state(make_model, OPTIM, **where("fsdp", "fsdp")))

@@ -116,7 +116,7 @@ def test_two_nodes_train_as_one_process_does_in_each_job_of_an_array(
     array = submit(slurm, folder, "--array=0-1")
     for index in range(2):
         assert_done(slurm, f"{array}_{index}", folder)
-    assert " on 2 x cpu (data=2) | " in log(folder)
+    assert " on 2 x cpu (data=2)\n" in log(folder)
     runs = [folder / "runs" / f"eqxshard-{array}_{index}" for index in range(2)]
     first, second = map(reports, runs)
     assert_same(first, one_process)

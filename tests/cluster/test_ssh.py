@@ -137,7 +137,7 @@ def test_two_hosts_train_as_one_process_does(sshd, tmp_path, one_process):
     words, how = command(tmp_path, HOSTS)
     status, out, err = finished(words, **how)
     assert status == 0, (out, err, log(tmp_path / "ssh"))
-    assert re.search(r"\[0\] .* on 2 x cpu \(data=2\) \| ", out)
+    assert re.search(r"\[0\] .* on 2 x cpu \(data=2\)\n", out)
     assert_same(reports(tmp_path / "run"), one_process)
 
 

@@ -77,6 +77,7 @@ def test_batches_equal_those_of_the_host(
     assert device.state() == host.state()
 
 
+@pytest.mark.slow
 def test_all_counts_with_the_same_capacity_share_a_program(train_step, caplog):
     whole, metrics = train_step.many(new_state(), on_device().stacked(7, capacity=8))
     assert metrics.weight.shape == (8,)

@@ -167,6 +167,7 @@ def masked(model, batch, key):
     return jnp.square(jax.nn.softmax(logits)).sum(-1) - jnp.log(batch["y"])
 
 
+@pytest.mark.slow
 def test_the_infinity_of_a_mask_counts_only_where_it_becomes_nan():
     mask = np.ones((ROWS, 3))
     mask[:, 0] = 0
@@ -186,6 +187,7 @@ def unlikely(model, batch, key):
     return predict(model, batch) + known
 
 
+@pytest.mark.slow
 def test_rows_of_weight_0_and_what_where_leaves_out_count_for_nothing():
     y, z, weight = np.ones(ROWS), np.ones(ROWS), np.ones(ROWS)
     # Left out by `where`; a row that does not count; what makes the loss NaN.
@@ -277,6 +279,7 @@ def test_a_loop_without_a_round_passes_on_what_it_was_given(times):
     assert (says.operation, says.line, says.rows) == ("log", line(repeated, 1), (3,))
 
 
+@pytest.mark.slow
 def test_microbatches_are_the_rows_that_they_were():
     y, z = np.ones(ROWS), np.ones(ROWS)
     z[[1, 6, 7]] = -1
@@ -291,6 +294,7 @@ def overflow(model, batch, key):
     return predict(model, batch) * jnp.exp(batch["y"])
 
 
+@pytest.mark.slow
 def test_the_type_that_is_computed_in_counts():
     y = np.ones(ROWS)
     y[3] = 20
@@ -323,6 +327,7 @@ def normed(pair, batch, key, teacher):
     return out / teacher["scale"], state
 
 
+@pytest.mark.slow
 def test_models_with_state_and_extras():
     make_model = eqx.nn.make_with_state(Normed)
     for scale in (1.0, 0.0):

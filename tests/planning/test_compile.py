@@ -68,6 +68,7 @@ def test_findings_are_those_of_lint(dump):
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_not_known_is_not_free(dump):
     """No time for a sum over two hosts, where nobody said how fast their network is."""
     (dump / PARTITIONED).write_text(

@@ -75,6 +75,7 @@ def test_operations_are_those_counted_by_hand(monkeypatch, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
 def test_the_operations_of_the_model_are_those_of_theory():
     plan = plan_gpt({"fsdp": 8}, backend="cpu")

@@ -68,6 +68,7 @@ def search(plan, monkeypatch):
     return search
 
 
+@pytest.mark.slow
 def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(search, plan, caplog):
     assert search(CompilerError("5 rows do not divide;\nuse 8.")) == [plan]
     (record,) = caplog.records

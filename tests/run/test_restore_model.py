@@ -130,6 +130,7 @@ def apply(pair, x):
     return call(x, state)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_state_comes_with_it(tmp_path):
     """The statistics are those of the checkpoint; on any mesh, and of its best step."""
     rng = np.random.default_rng(0)

@@ -143,6 +143,7 @@ def tripled(x):
 tripled.defjvp(lambda x, dx: (tripled(*x), dx[0] * 3))
 
 
+@pytest.mark.slow
 def test_what_differs_in_anything_is_not_shared():
     """They differ in a number, a constant or a parameter, also of an inner function."""
     numbers = [1.0, 2.0, 0.0, -0.0]

@@ -154,6 +154,7 @@ class Normed(eqx.Module):
         return self.norm(self.last(x), state)
 
 
+@pytest.mark.slow
 def test_statistics_of_inputs_are_computed_again_for_the_average():
     """The state has those of the trained weights; the docstring of `ema_model` says so."""
 

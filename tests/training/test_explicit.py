@@ -171,6 +171,7 @@ def test_loader_fit_many_and_resident_data(as_scripts_run):
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_constraints_and_our_own_layers_on_explicit_axes():
     rng, found = np.random.default_rng(0), []
     batch = {
@@ -271,6 +272,7 @@ def test_the_test_kit_takes_explicit_meshes(as_scripts_run):
     assert [row.devices for row in report.rows] == [8, 8]
 
 
+@pytest.mark.slow
 def test_axes_of_size_1_are_in_no_type(as_scripts_run):
     mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
     up, down = P("tensor", "fsdp"), P("fsdp", "tensor")

@@ -130,6 +130,7 @@ def test_a_companion_may_have_the_memory_of_the_state():
         state, _ = train_step(state, batch, extra)
 
 
+@pytest.mark.slow
 def test_another_sharding_of_a_companion_is_said(caplog):
     train_step = eqxshard.make_train_step(to_teacher, OPTIM)
     eval_step = eqxshard.make_eval_step(lambda m, b: {"x": jax.vmap(m)(b["x"])[:, 0]})

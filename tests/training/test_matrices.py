@@ -220,6 +220,7 @@ def test_a_step_that_is_not_finite_writes_nothing():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
 
 
+@pytest.mark.slow
 def test_matrices_of_a_stack_go_to_their_owners_and_back():
     ops = collectives(*make_step(OPTIMS["muon"], {"fsdp": 8}))
     found = [op for op in ops if op.kind == "all-to-all"]

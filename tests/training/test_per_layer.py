@@ -160,6 +160,7 @@ def test_an_optimizer_that_looks_at_whole_stacks_is_noted(optim):
     assert "write eqxshard.per_layer(optim, 'layers')" in finding.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["muon", "lamb"])
 def test_what_is_applied_layer_by_layer_is_not_noted(optim):
     inside = eqxshard.per_layer(LOOKING[optim], "layers")

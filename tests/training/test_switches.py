@@ -41,6 +41,7 @@ def test_debug_nans_names_the_line(mesh, rule, options, capfd):
     assert not np.isnan(np.asarray(state.model.first.weight)).any()
 
 
+@pytest.mark.slow
 def test_debug_nans_names_the_line_on_explicit_axes(as_scripts_run):
     mesh = jax.make_mesh((8,), ("fsdp",))
     placed: dict = {"mesh": mesh, "rule": RULES["fsdp"]}
