@@ -35,7 +35,7 @@ def run(folder, where, how, *, processes=2, restarts=0):
     return process.returncode, out
 
 
-@pytest.mark.parametrize("where", graded([*PLACES], quick=["barrier"], slow=["save"]))
+@pytest.mark.parametrize("where", graded([*PLACES], slow=["barrier", "save"]))
 def test_a_process_that_does_not_come_is_named(tmp_path, where):
     status, out = run(tmp_path, where, "sleeps", processes=3)
     assert status == 1, out

@@ -77,7 +77,13 @@ def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(search, plan, caplog
     )
 
 
-@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TypeError,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (ValueError, RuntimeError)),
+    ],
+)
 def test_a_mistake_on_one_mesh_only_is_raised(kind, search):
     with pytest.raises(kind, match="of the user"):
         search(kind("of the user"))

@@ -61,7 +61,9 @@ def constant(model, batch):
     return {"accuracy": jnp.ones(len(batch["x"]))}
 
 
-@pytest.mark.parametrize("best", ["eval/accuracy", "train/loss"])
+@pytest.mark.parametrize(
+    "best", ["eval/accuracy", pytest.param("train/loss", marks=pytest.mark.slow)]
+)
 def test_the_best_that_is_announced_is_on_disk(tmp_path, best):
     """Also if all are equal, after a resume; and if reports between may be better."""
     options: dict = {"metric_fn": constant, "make_optim": make_sgd, "best": best}

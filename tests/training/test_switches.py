@@ -78,15 +78,11 @@ class Deep(eqx.Module):
         return eqxshard.scan_layers(self.layers, x)
 
 
+# JAX looks at every object of the process for a leak, which takes ten seconds.
+@pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    "options",
-    [
-        # JAX looks at every object of the process for a leak, which takes ten seconds.
-        pytest.param({}, marks=pytest.mark.slow),
-        {"accumulate": 2},
-        pytest.param({"precision": eqxshard.Precision("bfloat16")}, marks=pytest.mark.slow),
-    ],
+    "options", [{}, {"accumulate": 2}, {"precision": eqxshard.Precision("bfloat16")}]
 )
 def test_no_tracer_leaks(options):
     def loss_fn(model, batch, key):
