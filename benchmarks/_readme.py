@@ -49,7 +49,7 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
         "data",
         "from memory",
         (
-            "eqxshard, prefetch=2, 1 device(s)",
+            "eqxshard, 1 device(s)",
             "NumPy, jax.device_put",
             None,
             "Grain, per record",
