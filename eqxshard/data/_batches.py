@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 
 from .._errors import UsageError, UsageTypeError
 from ..sharding._batch_weights import WEIGHT, check_weights
-from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked, format_array
+from ..sharding._leaves import GRAPHS, check_dtypes, check_not_masked
 from ..sharding._text import first_few
 from ._order import Order, Steps
 from ._sources import ArraySource, Source, as_source, copied, empty, is_map_dataset
@@ -228,11 +228,6 @@ class ExampleBatches:
         # As a row of padding, so that it has a weight if any batch has one.
         arrays = self._finish(self.read(np.zeros(1, int)), np.zeros(1, bool))
         return whole_shapes(arrays, self.steps.size, sharding)
-
-    def entries(self) -> dict[str, str]:
-        """The dtype and shape of each entry that the source has; reads one example."""
-        example = self.read(np.zeros(1, int))
-        return {name: format_array(array[0]) for name, array in sorted(example.items())}
 
     def everything(self, count: int) -> Arrays:
         """All the examples of the source, in its order."""

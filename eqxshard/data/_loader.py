@@ -139,12 +139,11 @@ class Loader:
     an integer; `ValueError` if the source is empty, an option is not for its kind, the
     sampler does not suit it, `batch_size` does not divide over the mesh or does not suit
     the source (see `remainder`), another number is out of range, or `placement="device"`
-    is not possible. While iterating (or at once, if reading the first example shows it, or
-    with `placement="device"`), `ValueError` if the source or the transform returns the
-    wrong number of rows, other entries, shapes or dtypes than for the first batch, or
-    integers that need 64 bits where JAX has 32, or a process has fewer batches than
-    another; `TypeError` if it returns what devices cannot hold; and whatever they raise
-    themselves (for a `StopIteration`, a `RuntimeError`).
+    is not possible. While iterating (or at once, with `placement="device"`), `ValueError`
+    if the source or the transform returns the wrong number of rows, other entries, shapes
+    or dtypes than for the first batch, or integers that need 64 bits where JAX has 32, or
+    a process has fewer batches than another; `TypeError` if it returns what devices cannot
+    hold; and whatever they raise themselves (for a `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
@@ -220,9 +219,6 @@ class Loader:
                 self._check_is_whole(source)
                 # Grain does not tell the seeds of a dataset.
                 self._fingerprint["first"] = self._digest_of_first(source)
-            else:
-                # Before threads read: a source may use its memory again in the next call.
-                self._fingerprint["entries"] = examples.entries()
             self._hold(size)
             self._examples = dataclasses.replace(examples, positions=self._positions)
         if placement == "device":
@@ -554,8 +550,7 @@ class Loader:
         **Returns:**
 
         That step; the number of examples before its batch, over all epochs, or the state of
-        each process's iterator; and a fingerprint of what decides the examples: among
-        others, the names, dtypes and shapes of the entries of arrays.
+        each process's iterator; and a fingerprint of what decides the examples.
 
         **Raises:**
 

@@ -11,19 +11,19 @@ import eqxshard
 
 
 class Changing:
-    """A source that is another from its third batch on."""
+    """A source that is another from its third call on."""
 
     def __init__(self, change):
         self.change = change
-        self.batches = 0
+        self.calls = 0
 
     def __len__(self):
         return 80
 
     def gather(self, indices):
-        self.batches += len(indices) > 1  # A loader that is made reads one example.
+        self.calls += 1
         batch = {"x": np.ones((len(indices), 3), np.float32), "y": indices}
-        return self.change(batch) if self.batches > 2 else batch
+        return self.change(batch) if self.calls > 2 else batch
 
     def transform(self, batch):
         return self.gather(batch["x"])

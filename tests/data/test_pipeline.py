@@ -119,9 +119,7 @@ def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetc
             gathered.release()
             return {"x": np.zeros((len(indices), row_bytes), np.uint8)}
 
-    loader = loader_of(Large(), prefetch=prefetch)
-    assert gathered.acquire(timeout=60)  # One example, for the loader's fingerprint.
-    with closing(iter(loader)) as batches:
+    with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
         next(batches)
         for _ in range(calls):
             assert gathered.acquire(timeout=60)
