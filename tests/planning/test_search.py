@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import pytest
+from grades import graded
 from plan_helpers import BATCH, OPTIM, RULE, by_hand
 from transformer import Transformer, next_token_losses
 
@@ -79,10 +80,11 @@ def test_a_mesh_that_cannot_run_is_left_out_with_the_reason(search, plan, caplog
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        TypeError,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (ValueError, RuntimeError)),
-    ],
+    graded(
+        [ValueError, TypeError, RuntimeError],
+        quick=[TypeError],
+        slow=[ValueError, RuntimeError],
+    ),
 )
 def test_a_mistake_on_one_mesh_only_is_raised(kind, search):
     with pytest.raises(kind, match="of the user"):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import assert_equal
 from run_script import Line
 from run_train_helpers import make_sgd, train
@@ -62,7 +63,8 @@ def constant(model, batch):
 
 
 @pytest.mark.parametrize(
-    "best", ["eval/accuracy", pytest.param("train/loss", marks=pytest.mark.slow)]
+    "best",
+    graded(["eval/accuracy", "train/loss"], quick=["eval/accuracy"], slow=["train/loss"]),
 )
 def test_the_best_that_is_announced_is_on_disk(tmp_path, best):
     """Also if all are equal, after a resume; and if reports between may be better."""
