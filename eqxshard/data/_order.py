@@ -18,8 +18,9 @@ from jaxtyping import Int
 
 from .._errors import UsageError
 
-#: The order of an epoch with more rows than this is computed in parts.
-_WHOLE_ROWS = 2**20
+#: The order of an epoch is computed in stretches of so many rows, and the last is kept.
+#: To compute that of each batch by itself would take longer than to read the batch.
+_STRETCH = 2**16
 
 #: The rounds of a `Permutation`. Four mix well enough for any use (Luby and Rackoff); the
 #: others are for safety.
@@ -198,8 +199,8 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     sampler: Sampler | None = None
-    #: The last epoch that was made as a whole, and its rows.
-    _last: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
+    #: The last stretch: its epoch, the place where it starts, and its rows.
+    _last: tuple[int, int, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_last": None}
@@ -210,30 +211,37 @@ class Order:
 
     def rows(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
         """The rows at the places from `start` to `stop - 1` of an epoch that exist."""
-        if self.sampler is None and len(self) > _WHOLE_ROWS:
-            return self._unique(epoch, start, min(stop, len(self)))
-        # Another thread may be in another epoch.
+        stop, found = min(stop, len(self)), []
+        # A sampler gives an epoch as a whole.
+        size = _STRETCH if self.sampler is None else len(self)
+        while start < stop:
+            first = start // size * size
+            end = min(first + size, stop)
+            found.append(self._stretch(epoch, first)[start - first : end - first])
+            start = end
+        return np.concatenate(found)
+
+    def _stretch(self, epoch: int, first: int) -> Int[np.ndarray, " n"]:
+        # Another thread may be in another stretch.
         last = self._last
-        if last is None or last[0] != epoch:
-            last = self._last = epoch, self._whole(epoch)
-        return last[1][start:stop]
+        if last is None or last[:2] != (epoch, first):
+            last = self._last = epoch, first, self._made(epoch, first)
+        return last[2]
+
+    def _made(self, epoch: int, first: int) -> Int[np.ndarray, " n"]:
+        if self.sampler is not None:
+            return _sample(self.sampler, self.examples, self.seed, epoch)
+        stop = min(first + _STRETCH, self.examples)
+        if not self.shuffle:
+            return np.arange(first, stop)
+        return _permutation(self.examples, self.seed, epoch).rows(first, stop)
 
     def digest(self) -> str | None:
         """A digest of the sampler's first epoch, to tell samplers apart."""
         if self.sampler is None:
             return None
-        rows = self.rows(0, 0, len(self))
+        rows = self._stretch(0, 0)
         return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
-
-    def _whole(self, epoch: int) -> Int[np.ndarray, " n"]:
-        if self.sampler is None:
-            return self._unique(epoch, 0, len(self))
-        return _sample(self.sampler, self.examples, self.seed, epoch)
-
-    def _unique(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-        if not self.shuffle:
-            return np.arange(start, stop)
-        return _permutation(self.examples, self.seed, epoch).rows(start, stop)
 
 
 def _sample(

@@ -57,8 +57,8 @@ def test_the_state_tells_samplers_apart():
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_order_can_be_entered_anywhere_however_long_it_is(prefetch, monkeypatch):
     batches = read(loader_of(numbers(61), epochs=2))
-    # Pretend that these are too many to make an epoch as a whole.
-    monkeypatch.setattr(_order, "_WHOLE_ROWS", 10)
+    # Shorter than a batch, and no multiple of it.
+    monkeypatch.setattr(_order, "_STRETCH", 7)
     loader = loader_of(numbers(61), epochs=2, prefetch=prefetch)
     assert read(loader) == batches
     first, second = (flat(part) for part in (batches[:8], batches[8:]))
