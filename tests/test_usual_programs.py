@@ -28,6 +28,7 @@ MESHES = {
     "fsdp=2, context=2, tensor=2": ({"fsdp": 2, "context": 2, "tensor": 2}, None),
     "second dim over context": ({"fsdp": 2, "context": 2, "tensor": 2}, 1),
     "last dim over context": ({"data": 2, "context": 2, "tensor": 2}, -1),
+    "second dim over one axis": ({"data": 2, "context": 4}, 1),
 }
 OPTIM = optax.sgd(1.0)
 
@@ -39,10 +40,19 @@ def cases():
         yield name, names[1]
         yield name, names[5 + n % 2]
         yield name, names[(0, 2, 3, 4)[n % 4]]
+    yield "conv 3d", names[7]
 
 
-#: One of each kind.
-SOME = ("conv depthwise", "lookup of all but the last", "gru by example", "sorted rows")
+#: One of each kind, and one of each way in which dims that are split were wrong.
+SOME = [
+    ("conv depthwise", "data=2, tensor=4"),
+    ("lookup of all but the last", "data=2, tensor=4"),
+    ("gru by example", "data=2, tensor=4"),
+    ("sorted rows", "data=2, tensor=4"),
+    ("conv 3d", "second dim over one axis"),
+    ("conv batch groups", "second dim over context"),
+    ("convolve with a row each", "last dim over context"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +107,7 @@ def alone(name):
     return run(name, {"data": 1}, None)
 
 
-@pytest.mark.parametrize(
-    "name, mesh", graded(cases(), slow=[(name, "data=2, tensor=4") for name in SOME])
-)
+@pytest.mark.parametrize("name, mesh", graded(cases(), slow=SOME))
 def test_a_program_is_the_same_on_a_mesh(name, mesh):
     expected = alone(name)
     assert expected["loss"] == pytest.approx(expected["metric"], rel=1e-9)

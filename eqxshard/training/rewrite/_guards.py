@@ -9,7 +9,8 @@ page "What XLA gets wrong" has the reports):
     convolution with groups, each device gathers the whole batch.
 
     So these are computed per device along the axes of the batch. Where other axes may split
-    a spatial dim while some split nothing, spatial dims are gathered first.
+    a spatial dim while some, or a part of one, split nothing, spatial dims are gathered
+    first.
 - To split a dim that does not divide, XLA pads it. On a mesh with an axis that splits
     nothing, it scatters the padding of a scatter's updates, too, into row 0. On others it
     may abort (gradients of sorts of rows).
@@ -187,13 +188,19 @@ class _Split(NamedTuple):
 
 
 def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
-    params, lhs = eqn.params, eqn.invars[0].aval.shape
+    params, (lhs, rhs) = eqn.params, (x.aval.shape for x in eqn.invars)
     dims = params["dimension_numbers"]
     # Examples are the first dim in the usual layouts, and gradients of weights sum them.
     keeps_examples = dims.lhs_spec[0] == dims.out_spec[0] == 0
     sums_examples = dims.lhs_spec[1] == dims.rhs_spec[1] == 0
     has_groups = params["feature_group_count"] * params["batch_group_count"] > 1
-    has_others = len(place.sizes) > max(len(place.rows), 1)
+
+    def splits_rightly(place: _Place) -> bool:
+        # One axis, if XLA splits no dim over a part of it.
+        divides = not any(size % place.devices for size in (*lhs, *rhs))
+        return divides and len(place.sizes) < 2
+
+    has_others = len(place.sizes) > len(place.rows) and not splits_rightly(place)
     if not has_groups and (keeps_examples or not has_others):
         return None
     split = _find_split(lhs, params, keeps_examples, sums_examples, place.shards)
@@ -202,11 +209,14 @@ def _guard_convolution(eqn: Any, place: _Place) -> Callable[..., Array] | None:
     if split is None and has_groups:
         split = _Split(None, None, None, params)
 
+    # XLA splits convolutions of examples rightly; of others, it may have some first dims.
+    by_example = keeps_examples and split is not None and split.out == dims.out_spec[0]
+    free = 1 if params["batch_group_count"] > 1 else 2
+
     def convolve(lhs: Array, rhs: Array, place: _Place, params: dict[str, Any]) -> Array:
-        # Along one axis, XLA splits spatial dims rightly.
-        if not keeps_examples and len(place.sizes) > 1:
-            lhs = place.constrain(lhs, _whole_window(dims.lhs_spec))
-            rhs = place.constrain(rhs, _whole_window(dims.rhs_spec))
+        if not by_example and not splits_rightly(place):
+            lhs = place.constrain(lhs, _whole_after(free, dims.lhs_spec))
+            rhs = place.constrain(rhs, _whole_after(free, dims.rhs_spec))
         return place.convolve(lhs, rhs, **params)
 
     if split is None or not place.rows:
@@ -262,9 +272,9 @@ def _split_at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
 
 
-def _whole_window(spec: Sequence[int]) -> list[Any]:
-    """A spec that keeps spatial dims whole, and leaves the others to XLA."""
-    return [_ANY if dim in spec[:2] else None for dim in range(len(spec))]
+def _whole_after(free: int, spec: Sequence[int]) -> list[Any]:
+    """A spec that leaves some first dims of a convolution to XLA; the others stay whole."""
+    return [_ANY if dim in spec[:free] else None for dim in range(len(spec))]
 
 
 _GUARDS = {
