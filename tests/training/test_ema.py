@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, lenient, make_batch, once
+from helpers import arrays, lenient, make_batch, needs_new_jax, once
 from step_helpers import make
 
 import eqxshard
@@ -94,8 +94,10 @@ def test_an_average_of_a_part_is_refused(part):
     "rule",
     [
         eqxshard.zero1(min_size=1),
-        eqxshard.offload(eqxshard.fsdp(min_size=1)),
-        eqxshard.offload(eqxshard.zero1(min_size=1, axis="fsdp")),
+        *(
+            pytest.param(eqxshard.offload(rule), marks=needs_new_jax, id=f"offload({rule})")
+            for rule in (eqxshard.fsdp(min_size=1), eqxshard.zero1(min_size=1, axis="fsdp"))
+        ),
     ],
     ids=str,
 )
