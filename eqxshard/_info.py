@@ -24,7 +24,7 @@ def _lines() -> Iterator[str]:
     yield f"python       {platform.python_version()} on {platform.platform()}"
     found = importlib.metadata.distributions()
     # The remains of a removed package may have no name.
-    names = {each.name: each.version for each in found if each.name}
+    names = {each.name: each.version for each in found if "Name" in each.metadata}
     yield from (f"{name:<12} {names[name]}" for name in _sorted(names, _PACKAGES))
     yield from (f"{name}={os.environ[name]}" for name in _sorted(os.environ, _VARIABLES))
     # Imported last: JAX itself may be what is broken.

@@ -155,7 +155,8 @@ def test_memory_is_that_of_the_state_and_activations():
     count += 2 * activation
     compiled = train_step.lower(state, batch()).compile()
     assert peak(compiled) <= 1.05 * count
-    assert peak(compiled) <= 1.02 * peak(by_hand(depth))
+    # On CPUs, fusions that would spare an activation are off, because they are wrong.
+    assert peak(compiled) <= 1.02 * peak(by_hand(depth)) + activation
 
 
 def test_data_parallel_steps_send_each_gradient_once():
