@@ -225,10 +225,10 @@ class Order:
         # Another thread may be in another stretch.
         last = self._last
         if last is None or last[:2] != (epoch, first):
-            last = self._last = epoch, first, self._made(epoch, first)
+            last = self._last = epoch, first, self._compute(epoch, first)
         return last[2]
 
-    def _made(self, epoch: int, first: int) -> Int[np.ndarray, " n"]:
+    def _compute(self, epoch: int, first: int) -> Int[np.ndarray, " n"]:
         if self.sampler is not None:
             return _sample(self.sampler, self.examples, self.seed, epoch)
         stop = min(first + _STRETCH, self.examples)

@@ -57,7 +57,7 @@ def test_the_state_tells_samplers_apart():
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_order_can_be_entered_anywhere_however_long_it_is(prefetch, monkeypatch):
     batches = read(loader_of(numbers(61), epochs=2))
-    # Shorter than a batch, and no multiple of it.
+    # Shorter than a batch, so that each batch takes its rows from two or more.
     monkeypatch.setattr(_order, "_STRETCH", 7)
     loader = loader_of(numbers(61), epochs=2, prefetch=prefetch)
     assert read(loader) == batches

@@ -155,8 +155,9 @@ def test_memory_is_that_of_the_state_and_activations():
     count += 2 * activation
     compiled = train_step.lower(state, batch()).compile()
     assert peak(compiled) <= 1.05 * count
-    # On CPUs, fusions that would spare an activation are off, because they are wrong.
-    assert peak(compiled) <= 1.02 * peak(by_hand(depth)) + activation
+    # From JAX 0.11 on, XLA:CPU keeps one more matrix where a step is guarded.
+    more = layer if jax.__version_info__ >= (0, 11) else 0
+    assert peak(compiled) <= 1.02 * peak(by_hand(depth)) + more
 
 
 def test_data_parallel_steps_send_each_gradient_once():
